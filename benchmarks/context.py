@@ -41,8 +41,8 @@ class Size:
     length: int = 16384
     turns: int = 3
     warm: int = 1
-    steps: int = 3
-    hidden: int = 256
+    steps: int = 2
+    hidden: int = 128
     probes: tuple[int, int] = (4096, 8192)  # positions of a rank's part at which bytes are counted
     row_hidden: int = 1024
     budget_bytes: int = GIB
@@ -62,7 +62,7 @@ QUICK = Size(length=2048, turns=1, steps=2, hidden=64, probes=(512, 1024), row_h
 
 def compare_speeds(size: Size) -> tuple[list[Row], list[Check]]:
     """Ranks of speed 3 to 1: slices by speed and equal ones over the sum of what each does alone."""
-    model = {"hidden": size.hidden, "layers": 2, "heads": 4, "intermediate": 3 * size.hidden, "vocab_size": 256}
+    model = {"hidden": size.hidden, "layers": 1, "heads": 2, "intermediate": 3 * size.hidden, "vocab_size": 256}
     few = SpeedSize(ratios=((3, 1),), global_batch=4, seq_len=size.length, model=model)
     count = size.warm + size.steps
     alone: list[float] = []
@@ -230,7 +230,7 @@ def compare_ring(size: Size) -> tuple[list[Row], list[Check]]:
 
 
 def main() -> None:
-    parser = options(__doc__.splitlines()[0])
+    parser = options(" ".join(__doc__.split("\n\n")[0].split()))
     parser.add_argument("--only", choices=("speeds", "rows", "ring"), help="one of the three")
     parser.add_argument("--mbit", type=float, default=Size.mbit, help="rate of the links (default: %(default)g)")
     arguments = parser.parse_args()

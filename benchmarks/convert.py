@@ -173,18 +173,20 @@ def compare_conversions(spec: ModelSpec, place: Path, shard_bytes: int) -> tuple
     size = 2 * sum(math.prod(shape) for shape in shapes.values())
     torch.manual_seed(0)
     masters = torch.randn(max(math.prod(shape) for shape in shapes.values()))
-    hf, core, again, plain = (place / name for name in ("hf", "megatron", "again", "plain"))
+    hf, core, whole, again, plain = (place / name for name in ("hf", "megatron", "torch_dist", "again", "plain"))
     ways: dict[str, Callable[[], object]] = {
         "plain writing": functools.partial(write_plainly, plain, size, masters),
         "Hugging Face to Megatron, 2 x 2 ranks": lambda: export_megatron(open_hf_source(hf), core, 2, 2),
         "Megatron to Hugging Face": lambda: convert_checkpoint(core, again, config=None),
+        "Hugging Face to torch_dist": lambda: export_megatron(open_hf_source(hf), whole, ckpt_format="torch_dist"),
+        "torch_dist to Hugging Face": lambda: convert_checkpoint(whole, again, config=None),
     }
     export(
         hf, spec, lambda name: masters[: math.prod(shapes[name])], torch.bfloat16, max_shard_bytes=shard_bytes
     )  # fmt: skip
     rows: list[Row] = []
     for way, work in ways.items():
-        for folder in (hf, core):
+        for folder in (hf, core, whole):
             for each in [folder, *folder.rglob("*")] if folder.exists() else []:
                 if each.is_dir():
                     drop(each)
@@ -195,8 +197,9 @@ def compare_conversions(spec: ModelSpec, place: Path, shard_bytes: int) -> tuple
             taken = time.perf_counter() - begun
         rows.append({"way": way, "GB": size / 1e9, "GB/s": size / 1e9 / taken, "memory added, GB": memory.bytes / 1e9})
         plain.unlink(missing_ok=True)
-    file = max(path.stat().st_size for path in core.rglob("*") if path.is_file())
-    largest = file + 2 * masters.numel()  # and the matrix that a part is cut from
+        shutil.rmtree(again, ignore_errors=True)
+    files = (path for folder in (core, whole) for path in folder.rglob("*") if path.is_file())
+    largest = max(path.stat().st_size for path in files) + 2 * masters.numel()  # and the matrix a part is cut from
     speed = float(rows[0]["GB/s"])
     checks = [
         check

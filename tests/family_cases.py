@@ -58,6 +58,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_inner": 48, "n_positions": 64} | GPT,
     "gptj": {"model_type": "gptj", "rotary_dim": 4, "n_positions": 64} | GPT,
     "opt": {"model_type": "opt", "ffn_dim": 48},
+    "opt, 350M kind": {
+        "model_type": "opt", "ffn_dim": 48, "do_layer_norm_before": False, "word_embed_proj_dim": 20,
+    },
+    "opt, narrow embedding": {
+        "model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 20, "tie_word_embeddings": False,
+    },
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2, "tie_word_embeddings": True},
     "llama, biases": {"model_type": "llama", "num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
     "internlm2": {

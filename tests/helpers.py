@@ -36,6 +36,12 @@ def cover(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [tuple(each[case % len(each)] for each in values) for case in range(max(map(len, values)))]
 
 
+def some(cases: Iterable[Any], *places: int) -> list[Any]:
+    """The cases at these places; with `make test-all` all."""
+    listed = list(cases)
+    return listed if ALL else [listed[place] for place in places]
+
+
 def free_port() -> int:
     """A loopback port for who binds it a moment later: none of those that the kernel gives to whoever asks for any, so
     that no other test's process gets it meanwhile."""

@@ -1,33 +1,64 @@
-"""Shell scripts whose `phalanx` is forked from a process that has imported everything: no command starts Python anew.
+"""Commands of `phalanx` that are forked from a process that has imported everything: none starts Python anew.
 
-`run_script` is for one rank of the harness. It puts a small client named `phalanx` before all else on the script's
-path; the client hands its words, folder, environment and descriptors over, and leaves with the exit code that it gets.
+`run_script` is for one rank of the harness. It puts a small client named `phalanx` before all else on the path of a
+shell script; the client hands its words, folder, environment and descriptors over, passes signals on, and leaves with
+the exit code that it gets. `serve` is for clients in namespaces of their own, in which their commands then run.
 """
 
 import contextlib
+import ctypes
 import json
 import os
+import platform
 import select
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.placement import Placement
+from phalanx.provision.namespaces import _group_root
 from phalanx.system.fork import fork
 
-CLIENT = """#!{python} -SE
-import json, os, socket, sys
-told = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
-with socket.socket(socket.AF_UNIX) as there:
-    there.connect({address!r})
-    socket.send_fds(there, [len(told).to_bytes(8, "little")], [0, 1, 2])
-    there.sendall(told)
-    code = there.recv(8)
-sys.exit(int(code) if code else "whoever runs phalanx here has gone")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPWR)  # that clients pass on
+SPACES = ("net", "ipc", "uts", "time", "pid", "mnt")
+CALL = """
+import json, os, signal, socket, sys
+def call(words):
+    told = json.dumps([words, os.getcwd(), dict(os.environ)]).encode()
+    with socket.socket(socket.AF_UNIX) as there:
+        there.connect({address!r})
+        socket.send_fds(there, [len(told).to_bytes(8, "little")], [0, 1, 2])
+        there.sendall(told)
+        for number in {signals!r}:
+            signal.signal(number, lambda number, frame: there.send(bytes([number])))
+        code = there.recv(8)
+    sys.exit(int(code) if code else "whoever runs phalanx here has gone")
 """
+CLIENT = "#!{python} -SE" + CALL + "call(sys.argv[1:])\n"
+# A Python whose `-m phalanx train` is forked; any other command begins as usual, and knows this as its Python.
+PYTHON = (
+    "#!{python}"
+    + CALL
+    + """
+if sys.argv[3] == "train":
+    call(sys.argv[3:])
+import runpy
+sys.executable, sys.argv = __file__, ["phalanx", *sys.argv[3:]]
+runpy.run_module("phalanx", run_name="__main__", alter_sys=True)
+"""
+)
+
+
+def write_client(path: Path, text: str, address: str) -> None:
+    """Write a program that calls whoever listens at an address."""
+    path.write_text(text.format(python=sys.executable, address=address, signals=[int(number) for number in SIGNALS]))
+    path.chmod(0o755)
 
 
 def run_script(placement: Placement, script: str, folder: str, settings: dict[str, str]) -> list[Any]:
@@ -36,9 +67,7 @@ def run_script(placement: Placement, script: str, folder: str, settings: dict[st
     with tempfile.TemporaryDirectory() as place, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{place}/socket")
         listener.listen()
-        client = Path(place, "phalanx")
-        client.write_text(CLIENT.format(python=sys.executable, address=f"{place}/socket"))
-        client.chmod(0o755)
+        write_client(Path(place, "phalanx"), CLIENT, f"{place}/socket")
         path = os.pathsep.join([place, str(Path(sys.executable).parent), environment["PATH"]])
         with open(f"{place}/printed", "w+b") as printed:
             shell = subprocess.Popen(
@@ -49,38 +78,56 @@ def run_script(placement: Placement, script: str, folder: str, settings: dict[st
                 stdout=printed,
                 stderr=printed,
             )
-            _serve(listener, shell)
+            over = os.pidfd_open(shell.pid)
+            _serve(listener, over, inside=False)
+            os.close(over)
+            shell.wait()
             printed.seek(0)
             return [shell.returncode, printed.read().decode(errors="replace")]
 
 
-def _serve(listener: socket.socket, shell: "subprocess.Popen[bytes]") -> None:
-    """Run what clients ask for, until the shell has ended."""
-    over = os.pidfd_open(shell.pid)
+def serve(placement: Placement, address: str) -> None:
+    """Run what clients ask for, each in the namespaces and the control group of its client, until somebody connects to
+    the address with `.end`."""
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as ending:
+        for one, name in ((ending, f"{address}.end"), (listener, address)):  # who sees the latter sees both
+            one.bind(name)
+            one.listen()
+        _serve(listener, ending.fileno(), inside=True)
+
+
+def _serve(listener: socket.socket, over: int, inside: bool) -> None:
+    """Run what clients ask for, until the descriptor `over` can be read and nothing runs any more."""
     running: dict[int, tuple[int, socket.socket]] = {}  # by descriptor: the process, and who waits for its end
     while True:
-        ready, _, _ = select.select([listener, over, *running], [], [])
+        clients = {client: descriptor for descriptor, (_, client) in running.items() if client.fileno() >= 0}
+        ready, _, _ = select.select([listener, over, *running, *clients], [], [])
+        for client in set(ready) & set(clients):
+            told = client.recv(64)
+            for number in told or [signal.SIGKILL]:  # it may have been killed: its command goes with it
+                signal.pidfd_send_signal(clients[client], number)
+            if not told:
+                client.close()
         for descriptor in set(ready) & set(running):
             pid, client = running.pop(descriptor)
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             os.close(descriptor)
-            with contextlib.suppress(OSError), client:  # it may have been killed
+            with contextlib.suppress(OSError), client:
                 client.sendall(b"%d" % (code if code >= 0 else 128 - code))
         if listener in ready:
             client, _ = listener.accept()
-            pid, descriptor = _start(client)
+            pid, descriptor = _start(client, inside)
             running[descriptor] = pid, client
         if over in ready and not running:
             break
-    os.close(over)
-    shell.wait()
 
 
-def _start(client: socket.socket) -> tuple[int, int]:
+def _start(client: socket.socket, inside: bool) -> tuple[int, int]:
     """The process of one command, and a descriptor that tells of its end."""
     size, streams, _, _ = socket.recv_fds(client, 8, 3)
-    with client.makefile("rb") as told:
-        words, folder, environment = json.loads(told.read(int.from_bytes(size, "little")))
+    told = client.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
+    words, folder, environment = json.loads(told)
+    peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
 
     def command() -> int:
         from phalanx.cli import root
@@ -98,7 +145,35 @@ def _start(client: socket.socket) -> tuple[int, int]:
         return 0
 
     try:
-        return fork(command, keep=streams)
+        return fork((lambda: _run_beside(peer, command)) if inside else command, keep=streams)
     finally:
         for stream in streams:
             os.close(stream)
+
+
+def _run_beside(peer: int, command: Callable[[], int]) -> int:
+    """Call a function in a child within the namespaces and the control group of another process; returns its exit
+    code."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    group = Path(f"/proc/{peer}/cgroup").read_text().rpartition("0::/")[2].split("\n")[0]
+    root = _group_root()
+    assert root is not None
+    (root / group / "cgroup.procs").write_text("0")
+    for descriptor in [os.open(f"/proc/{peer}/ns/{space}", os.O_RDONLY) for space in SPACES]:
+        if libc.setns(descriptor, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns failed")
+        os.close(descriptor)
+    platform._uname_cache = None  # type: ignore[attr-defined]  # of another host
+    pid = os.fork()  # only children are in the other namespace of processes
+    if pid == 0:
+        code = 1
+        try:
+            libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG; its parent has no number there
+            os.setpgid(0, 0)
+            code = command()
+        finally:
+            os._exit(code)
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: os.kill(pid, number))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code if code >= 0 else 128 - code

@@ -47,6 +47,7 @@ from phalanx.models.model import Model
 from phalanx.optim import gradients
 from phalanx.optim.make_rule import make_rule
 from phalanx.parallel.activations import check_horizon
+from phalanx.parallel.fp8_delayed import rehearse
 from phalanx.parallel.offload import ActivationOffloader
 from phalanx.parallel.parallelize import DTYPES, cast_at_edges, change_blocks
 from phalanx.storage import files as storage
@@ -297,6 +298,7 @@ def _measure_peak_with_fakes(config: Config, workload: Workload, layers: int | N
     eager = update_config(config, UNSHARDED)
     # Only what is done to the model's own code is wanted: there are no ranks and there is no state.
     mover = change_blocks(model, eager, torch.device("cpu"))
+    rehearse(model)
     if workload.spec is None:
         cast_at_edges(model, dtype)
     else:  # as on an accelerator: there a chunk of logits is larger than on a CPU

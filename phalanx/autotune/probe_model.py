@@ -11,6 +11,7 @@ from phalanx.engine.interface import Engine
 from phalanx.engine.single import SingleEngine
 from phalanx.models.model import Model
 from phalanx.optim.update import Shard
+from phalanx.parallel.fp8_delayed import rehearse
 from phalanx.parallel.init_weights import materialize
 from phalanx.parallel.parallelize import parallelize
 from phalanx.system import accelerator
@@ -131,6 +132,7 @@ def open_probe_model(config: "Config", workload: Workload, mesh: Mesh, layers: i
     model = workload.model(layers)
     engine, _ = parallelize(model, eager, mesh, SingleEngine, nominal_weight=1)
     materialize(model, engine, _noise)
+    rehearse(model)
     accelerator.reset_peak_memory(mesh.device)
     yield ProbeModel(mesh, workload, workload.task(), engine, model, accelerator.peak_memory(mesh.device))
 

@@ -32,6 +32,13 @@ class Layout(enum.StrEnum):
     megatron_llama = "megatron-llama"
 
 
+class Format(enum.StrEnum):
+    """Of Megatron's --ckpt-format."""
+
+    torch = "torch"
+    torch_dist = "torch_dist"
+
+
 def convert_command(
     source: Annotated[
         Path,
@@ -67,17 +74,26 @@ def convert_command(
         Layout,
         typer.Option(help="For Megatron: names of Megatron-core (te: with Transformer Engine) or of Megatron-LLaMA."),
     ] = Layout.te,
+    ckpt_format: Annotated[
+        Format,
+        typer.Option(
+            help="For Megatron: torch, a file for each rank, or torch_dist, Megatron-core's distributed checkpoint, "
+            "which any number of ranks loads."
+        ),
+    ] = Format.torch,
 ) -> None:
     """Write a checkpoint of another program as a Hugging Face folder, or as one that a run resumes from; and a Hugging
     Face folder or a run for Megatron."""
     if to is Target.megatron:
         if config is not None:
             raise ConfigError("--config is for checkpoints of other programs; remove it")
-        typer.echo(_to_megatron(source, target, dtype, step, tensor, pipeline, layers_per_stage, layout.value))
+        ranks = tensor, pipeline, layers_per_stage, layout.value, ckpt_format.value
+        typer.echo(_to_megatron(source, target, dtype, step, *ranks))
         return
-    if (tensor, pipeline, layers_per_stage, layout) != (1, 1, None, Layout.te):
+    if (tensor, pipeline, layers_per_stage, layout, ckpt_format) != (1, 1, None, Layout.te, Format.torch):
         raise ConfigError(
-            "--tensor, --pipeline, --layers-per-stage and --layout are for --to megatron; remove them, or add that"
+            "--tensor, --pipeline, --layers-per-stage, --layout and --ckpt-format are for --to megatron; remove them, "
+            "or add that"
         )
     from phalanx.compat.convert import convert_checkpoint
 
@@ -86,7 +102,7 @@ def convert_command(
 
 def _to_megatron(
     source: Path, target: Path, dtype: str | None, step: int | None, tensor: int, pipeline: int,
-    layers_per_stage: str | None, layout: str,
+    layers_per_stage: str | None, layout: str, ckpt_format: str,
 ) -> str:  # fmt: skip
     from phalanx.compat.megatron.export import export_megatron, open_hf_source
     from phalanx.core.run_paths import RunPaths
@@ -100,8 +116,9 @@ def _to_megatron(
     if not run and (dtype is not None or step is not None):
         raise ConfigError(f"--dtype and --step are for a run, and {source} is none; remove them")
     opened = _open_run(source, dtype, step) if run else open_hf_source(source)
-    export_megatron(opened, target, tensor, stages, layout)
+    export_megatron(opened, target, tensor, stages, layout, ckpt_format)
     ranks = f"{tensor} tensor and {stages if isinstance(stages, int) else len(stages)} pipeline ranks"
+    ranks = "any ranks" if ckpt_format == Format.torch_dist else ranks
     state = f", with Adam's state of step {opened.adam.step}" if opened.adam else ""
     return f"{source} is now the Megatron checkpoint {target} of {ranks}{state}"
 

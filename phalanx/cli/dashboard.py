@@ -18,6 +18,7 @@ from phalanx.storage import files as storage
 
 if TYPE_CHECKING:
     from phalanx.provision.cluster import Cluster
+    from phalanx.report.prometheus_cluster import ClusterSource
 
 DEFAULT_PORT, METRICS_PORT = 8420, 9420
 ClusterFolder = Annotated[
@@ -107,9 +108,8 @@ def metrics_command(
     try:
         from prometheus_client import CollectorRegistry, start_http_server
 
-        from phalanx.provision.cluster_view import sample_cluster, sample_queue
         from phalanx.report.prometheus import RunCollector
-        from phalanx.report.prometheus_cluster import ClusterCollector, ClusterSource
+        from phalanx.report.prometheus_cluster import ClusterCollector
     except ImportError as error:
         raise ConfigError(
             f"phalanx metrics needs the package {error.name}; install it with pip install 'phalanx[metrics]'"
@@ -123,14 +123,7 @@ def metrics_command(
     count, registry = len(indexes()), CollectorRegistry()
     nodes, jobs = (lambda one: list_nodes(one.paths)), (lambda one: describe_scheduler_state(one.paths))
     registry.register(RunCollector(indexes, time.time, nodes, jobs, threading.Lock()))
-    clusters = []
-    if queue:
-        sample_queue()  # says what is missing
-        clusters.append(ClusterSource("", sample_queue))
-    if found is not None:
-        found.describe()
-        clusters.append(ClusterSource(found.name, functools.partial(sample_cluster, found)))
-    registry.register(ClusterCollector(clusters, STATUS_FILE))
+    registry.register(ClusterCollector(_list_clusters(queue, found), STATUS_FILE))
     try:
         _, server = start_http_server(port, host, registry)
     except OSError as error:
@@ -140,6 +133,25 @@ def metrics_command(
     typer.echo(f"metrics of {count} run{'' if count == 1 else 's'} at http://{host}:{port}/metrics")
     with contextlib.suppress(KeyboardInterrupt):
         server.join()
+
+
+def _list_clusters(queue: bool, cluster: "Cluster | None") -> "list[ClusterSource]":
+    """The clusters whose metrics are served: this machine's Slurm and a named one; if they are the same, the latter.
+    Raises PhalanxError where one is missing."""
+    from phalanx.provision.cluster_view import is_local, sample_cluster, sample_queue
+    from phalanx.report.prometheus_cluster import ClusterSource
+
+    sources = []
+    if cluster is not None:
+        cluster.describe()
+        sources.append(ClusterSource(cluster.name, functools.partial(sample_cluster, cluster)))
+    if queue:
+        sample_queue()
+        if cluster is not None and is_local(cluster):
+            typer.echo(f"the Slurm of this machine is that of cluster {cluster.name}: its metrics are served once")
+        else:
+            sources.append(ClusterSource("", sample_queue))
+    return sources
 
 
 def _places(runs: list[Path] | None, optional: bool) -> list[Path]:

@@ -7,21 +7,32 @@ neighbouring channels, and put into the order of Hugging Face's halves here.
 Sources: torch.distributed.checkpoint.state_dict, torchtitan.models.llama3, transformers' convert_llama_weights_to_hf.
 """
 
+import io
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    SavePlan,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from phalanx.compat.pickles import load_metadata
@@ -119,6 +130,60 @@ class _OneTensor(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """It has been read into its place."""
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """A part of a tensor to write: `load` gives it, in `sizes` and of `dtype`; it is at `offsets` of the tensor `key`,
+    whose sizes are `whole`."""
+
+    key: str
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
+
+
+def write_torch_checkpoint(folder: Path, files: Sequence[Sequence[WrittenPart]], objects: Sequence[str]) -> None:
+    """Write a folder of torch.distributed.checkpoint, with a file for each of `files`; each part is loaded when its
+    file is written, so that one file's parts are in memory at a time. `objects` are keys that hold the list [None]."""
+    loads: dict[MetadataIndex, Callable[[], Tensor | io.BytesIO]] = {}
+    plans: list[SavePlan] = []
+    for parts in files:
+        items = []
+        for part in parts:
+            index = MetadataIndex(part.key, part.offsets)
+            chunk = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
+            about = TensorWriteData(chunk, TensorProperties(part.dtype), torch.Size(part.whole))
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=about))
+            loads[index] = part.load
+        plans.append(SavePlan(items))
+    plans.append(SavePlan([WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]))
+    loads |= {item.index: _pack_nothing for item in plans[-1].items}
+    writer, planner = FileSystemWriter(folder, per_thread_copy_ahead=0), _LazyData(loads)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(plan) for plan in plans])
+    # A file's plan is that of a rank, so that the writer forgets its tensors before the next.
+    written = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
+    writer.finish(metadata, written)
+
+
+def _pack_nothing() -> io.BytesIO:
+    packed = io.BytesIO()
+    torch.save([None], packed)
+    return packed
+
+
+class _LazyData(DefaultSavePlanner):
+    """Gives the data of an item when it is written."""
+
+    def __init__(self, loads: dict[MetadataIndex, Callable[[], Tensor | io.BytesIO]]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._loads = loads
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        return self._loads[write_item.index]()
 
 
 @dataclass(frozen=True)

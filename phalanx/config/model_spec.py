@@ -193,6 +193,12 @@ def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
             own_code,
             config.train.fp8 == "block",
         )
+        if config.train.fp8 != "none" and 1 < parallel.tensor > spec.kv_heads:
+            found.append(
+                f"train.fp8 {config.train.fp8} rounds the gradients of keys and values, of which parallel.tensor="
+                f"{parallel.tensor} gives several ranks parts, since model.kv_heads is {spec.kv_heads}; set "
+                f"parallel.tensor={spec.kv_heads} or less, or train.fp8=none"
+            )
         found += _find_context_problems(config, spec)
     if writes and parallel.pipeline > 1:
         numbers = None if parallel.layers_per_stage == "auto" else parallel.layers_per_stage

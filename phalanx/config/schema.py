@@ -46,8 +46,8 @@ from phalanx.layout.batch_ramp import BatchSchedule, make_batch_schedule
 from phalanx.layout.mesh_axes import MeshAxes
 
 
-class TrainSection(Section):
-    """Training: steps, batch sizes, precision, evaluation."""
+class StepsSection(Section):
+    """Steps and their sequences."""
 
     steps: CountOrZero = knob(1000, "optimizer steps; 0 only writes a checkpoint of the starting weights")
     epochs: Positive | None = knob(
@@ -62,17 +62,39 @@ class TrainSection(Section):
     )
     micro_batch: Count | Auto = knob("auto", "sequences of one forward pass on one rank; auto: the largest that fits")
     seed: CountOrZero = knob(0, "initial weights, data order and dropout", trajectory=True)
+
+    @property
+    def batches(self) -> BatchSchedule:
+        """The sequences of each step."""
+        return make_batch_schedule(self.global_batch, self.rampup_batch)
+
+    @property
+    def most_steps(self) -> int:
+        """Steps that the run may have, where the size of the data is not known yet."""
+        return self.steps if self.epochs is None else 2**53
+
+
+class TrainSection(StepsSection):
+    """Training: steps, batch sizes, precision, evaluation."""
+
     dtype: Literal["auto", "bf16", "fp16", "fp32", "fp64", "mixed"] = knob(
         "auto",
         "compute type; master weights stay fp32 under bf16 and fp16; mixed: the best type of each device; auto: "
         "bf16 on accelerators that have it, else fp16, fp32 on CPU, mixed if devices differ",
         trajectory=True,
     )
-    fp8: Literal["none", "block"] = knob(
+    fp8: Literal["none", "block", "delayed"] = knob(
         "none",
-        "block: matrix products of the blocks' linear layers in FP8 (E4M3), scaled by blocks of 1 x 128 (inputs, "
-        "gradients) and 128 x 128 (weights); gradients of weights in dtype",
+        "matrix products of the blocks' linear layers in FP8. block: E4M3, scaled by blocks of 1 x 128 (inputs, "
+        "gradients) and 128 x 128 (weights); gradients of weights in dtype. delayed: all products, E4M3 and for "
+        "gradients E5M2, a tensor scaled by its largest magnitudes in the steps before",
         trajectory=True,
+    )
+    fp8_history: Annotated[Count, Field(le=1024)] = knob(
+        16, "delayed: steps whose largest magnitudes set a scale (amax_history_len)", trajectory=True
+    )
+    fp8_margin: Annotated[CountOrZero, Field(le=16)] = knob(
+        0, "delayed: how often these are doubled, as room for larger ones (margin)", trajectory=True
     )
     loss_scale: Annotated[float, Field(ge=0.001, le=1e30), BeforeValidator(reject_bool)] = knob(
         65536.0, "fp16: initial loss scale; halved when a gradient overflows", trajectory=True
@@ -94,16 +116,6 @@ class TrainSection(Section):
     eval_sequences: CountOrZero = knob(64, "held-out sequences of one evaluation of each set; 0: no evaluation")
     profile: Steps | None = knob(None, "first-last steps to trace with torch.profiler, such as 10-12")
     memory_snapshot: CountOrZero = knob(0, "step whose allocations are recorded in a memory snapshot; 0: none")
-
-    @property
-    def batches(self) -> BatchSchedule:
-        """The sequences of each step."""
-        return make_batch_schedule(self.global_batch, self.rampup_batch)
-
-    @property
-    def most_steps(self) -> int:
-        """Steps that the run may have, where the size of the data is not known yet."""
-        return self.steps if self.epochs is None else 2**53
 
 
 class OptimSection(Section):

@@ -47,7 +47,11 @@ def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:
         intermediate=intermediate,
         sliding_window=None if spec.sliding_window is None else max(1, min(spec.sliding_window, seq_len // 4)),
         full_attention_layers=tuple(layer for layer in spec.full_attention_layers if layer < layers),
-        block=replace(spec.block, query_scalar=None),  # which goes by the width of heads
+        block=replace(
+            spec.block,
+            query_scalar=None,  # which goes by the width of heads
+            embedding_width=hidden // 2 if spec.embedding_width != spec.hidden else None,
+        ),
         # LongRoPE's numbers go by it, too.
         rope_scaling=None if spec.rope_scaling and spec.rope_scaling.short_factors else spec.rope_scaling,
         moe=None if spec.moe is None else _shrink_experts(spec.moe, spec.intermediate, intermediate, layers),

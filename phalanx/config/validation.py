@@ -27,6 +27,11 @@ def find_problems(config: Config) -> list[str]:
             f"balance.batch sums to {sum(work)} sequences, but train.global_batch is "
             f"{train.global_batch}; make them equal"
         )
+    if train.fp8 == "delayed" and train.compile is True:
+        found.append(
+            "train.compile true cannot be combined with train.fp8 delayed, whose products record magnitudes, which "
+            "compiled code does not; set train.compile=false, or train.fp8=block"
+        )
     found += _sharding_problems(config) + _list_problems(config) + _model_parallel_problems(config)
     found += _layout_problems(config) + find_context_problems(config) + find_expert_problems(config)
     changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}
@@ -105,6 +110,13 @@ def find_unused_keys(config: Config, several: bool = True) -> list[str]:
     if config.train.tf32 and config.train.dtype not in ("fp32", "mixed"):
         dtype = config.train.dtype
         found.append(f"train.tf32 rounds products in fp32 and has no effect with train.dtype {dtype}; remove it")
+    if config.train.fp8 != "delayed":
+        defaults = type(config.train).model_fields
+        found += [
+            f"train.{key} has no effect with train.fp8 {config.train.fp8}; remove it, or set train.fp8=delayed"
+            for key in ("fp8_history", "fp8_margin")
+            if getattr(config.train, key) != defaults[key].default
+        ]
     return found
 
 

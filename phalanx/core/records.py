@@ -42,7 +42,14 @@ class StepRecord:
 
 
 @dataclass
-class ExpertStepRecord(StepRecord):
+class Fp8StepRecord(StepRecord):
+    """Record of a step with delayed scaling."""
+
+    fp8_clipped: int | None = None  # inputs and gradients beyond the range of their scales
+
+
+@dataclass
+class ExpertStepRecord(Fp8StepRecord):
     """Record of a step of a model with experts: their load, by layer with experts."""
 
     expert_entropy: list[float] = field(default_factory=list)  # 1: even, 0: all tokens choose the same

@@ -16,6 +16,7 @@ from typing import Any
 from phalanx.core.errors import ConfigError, PhalanxError
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
+from phalanx.dashboard.run_curves import CurvePoints
 from phalanx.dashboard.run_view import RunView, encode, summarize_run
 from phalanx.elastic.supervisor import node_requests
 from phalanx.launch import launched_run
@@ -27,6 +28,7 @@ IDLE_S = 3.0
 FIND_S = 3.0  # interval between searches for new runs
 ASK_S = 3.0  # interval between queries of schedulers and nodes
 READ_S = 0.2  # time limit of a poll for reading existing records, so that pages are served meanwhile
+SEND_S = 0.1  # that nothing is read for after a page's first sections, so that the server sends them at once
 FIRST_BYTES = 1 << 14  # bytes of a new run that are read first
 UPDATES = 50  # updates of a run's curves, kept for pages that are behind
 RUNS = "runs"  # subscription to the list
@@ -49,6 +51,7 @@ class Subject:
     def __init__(self, folder: Path) -> None:
         self.id = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
         self.index = RunIndex(RunPaths(folder))
+        self.points = CurvePoints(self.index)
         self.view: RunView | None = None
         self.known = False  # whether any record was read
         self.summary: Facts | None = None
@@ -115,10 +118,11 @@ class Poller:
                     del self._wanted[run]
 
     def messages(self, runs: Iterable[str], sent: dict[tuple[str, str], tuple[int, int]]) -> list[tuple[str, bytes]]:
-        """What was published since what a page was `sent` (updated here): pairs of an event's name and its JSON."""
+        """What was published since what a page was `sent` (updated here): pairs of an event's name and its JSON. What
+        a first picture needs comes first."""
         found = []
         with self._lock:
-            for run in runs:
+            for run in sorted(runs, key=lambda run: run == RUNS):
                 if run == RUNS:
                     if sent.get((RUNS, "")) != (self._list[0], 0):
                         sent[RUNS, ""] = self._list[0], 0
@@ -130,11 +134,13 @@ class Poller:
                 subject = self.subjects.get(run)
                 if subject is None or subject.view is None:
                     continue
+                told = [("curves", data) for data in self._new_rows(subject, sent)]
                 for name, (version, data) in subject.sections.items():
                     if sent.get((run, name)) != (version, 0):
                         sent[run, name] = version, 0
                         found.append((name, b'{"run":"%s","%s":%s}' % (run.encode(), name.encode(), data)))
-                found += [("curves", data) for data in self._new_rows(subject, sent)]
+                    found, told = (found + told, []) if name == "charts" else (found, told)
+                found += told
         return found
 
     def _new_rows(self, subject: Subject, sent: dict[tuple[str, str], tuple[int, int]]) -> list[bytes]:
@@ -164,8 +170,8 @@ class Poller:
             reading = any(not subject.index.complete for subject in self.subjects.values())
             reading |= any(not subject.known for subject in self.subjects.values())
             pause = max(0.05, READ_S / 2) if reading else POLL_S if watched else IDLE_S
-            self._wake.wait(pause)
-            self._wake.clear()
+            if not self._ending.is_set():  # the wake-up by `close` may have come during the poll
+                self._wake.wait(pause)
 
     def _find(self) -> None:
         """Find new runs, and forget removed ones."""
@@ -180,6 +186,7 @@ class Poller:
             self.subjects = {subject.id: subject for subject in subjects}
 
     def _poll(self) -> None:
+        self._wake.clear()
         with self._lock:
             wanted = set(self._wanted)
         subjects = sorted(self.subjects.values(), key=lambda subject: subject.id not in wanted)
@@ -187,22 +194,30 @@ class Poller:
         for subject in subjects:
             if subject.id in wanted and subject.view is None:  # its page waits, whatever else there is to read
                 self._read_first(subject)
-                if self._update(subject, True, now):
-                    self._notify()
+                changed |= self._update(subject, True, now)
+        if changed:
+            self._notify()
+            self._wake.wait(SEND_S)
         until = time.monotonic() + READ_S
         for subject in subjects:  # before any long run is read to its end
-            if not subject.known and time.monotonic() < until:
+            if not subject.known and self._may_read(until):
                 changed |= self._read_first(subject)
         for subject in filter(lambda subject: subject.known, subjects):
             if subject.index.complete:
                 changed |= subject.index.poll(CHUNK_BYTES)
-            while not subject.index.complete and time.monotonic() < until:
+            while not subject.index.complete and self._may_read(until):
                 changed |= subject.index.poll()
+            if subject.index.complete:
+                subject.points.update()
         now = time.time()
         for subject in filter(lambda subject: subject.known, subjects):
             changed |= self._update(subject, subject.id in wanted, now)
         if self._publish_list(now) or changed:
             self._notify()
+
+    def _may_read(self, until: float) -> bool:
+        """Whether existing records are read on: not longer than `until`, and not while a new page waits."""
+        return time.monotonic() < until and not self._wake.is_set()
 
     def _read_first(self, subject: Subject) -> bool:
         """Read the first records of a new run, whose last steps are then shown at once."""
@@ -220,7 +235,7 @@ class Poller:
             return False
         version, when = subject.seen
         if subject.view is None:
-            subject.view = RunView(subject.index)
+            subject.view = RunView(subject.index, subject.points)
         elif version == subject.index.version and now < when + ASK_S:
             return False
         subject.seen = subject.index.version, now

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.core.records import EventKind
-from phalanx.dashboard.run_curves import RunCurves
+from phalanx.dashboard.run_curves import CurvePoints, RunCurves
 from phalanx.report import devices, event_text, formats
 from phalanx.report.charts import evaluation_curves, event_marks, list_charts
 from phalanx.report.expert_load import find_newest_loads
@@ -76,9 +76,9 @@ def _ranks(facts: Facts) -> str:
 class RunView:
     """Sections of one run's page, updated when its records have grown."""
 
-    def __init__(self, index: RunIndex) -> None:
+    def __init__(self, index: RunIndex, points: CurvePoints) -> None:
         self.index = index
-        self.curves = RunCurves(index)
+        self.curves = RunCurves(index, points)
         self.facts: Facts = {}  # of the last update
         self._trouble: tuple[object, Facts] = (None, {})  # input of the section, and the section
         self._slow: tuple[object, float] = (None, 0.0)  # input of the slow sections, and when they were made

@@ -8,6 +8,7 @@ import asyncio
 import importlib.resources
 import json
 import secrets
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -33,6 +34,7 @@ from phalanx.report.tables import PALETTE
 SCRIPTS = ("plot.js", "pages.js", "logs.js", "app.js")  # after the curves that the report draws, too
 RANGE_POINTS = 2000  # points of a stretch of steps that a page zooms into
 QUIET_S = 15.0  # interval between keep-alive messages of a stream
+SWITCH_S = 0.001  # after which the thread that reads records lets this one answer
 STREAMS = 64  # open at once
 MOST_RUNS = 12  # runs of one stream
 HEADERS = {
@@ -124,8 +126,9 @@ class DashboardServer:
             yield b"retry: 1000\n\n"
             while True:
                 changed = self._changed
-                for name, data in self.poller.messages(wanted, sent):
-                    yield b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+                told = self.poller.messages(wanted, sent)
+                if told:
+                    yield b"".join(b"event: %s\ndata: %s\n\n" % (name.encode(), data) for name, data in told)
                 try:
                     await asyncio.wait_for(changed.wait(), QUIET_S)
                 except TimeoutError:
@@ -236,5 +239,6 @@ def serve(app: ASGIApp, sockets: list[Any], ready: threading.Event | None = None
     """Serve until Ctrl-C. Requests are not logged: their paths hold the token."""
     import uvicorn
 
+    sys.setswitchinterval(SWITCH_S)
     config = uvicorn.Config(app, access_log=False, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
     uvicorn.Server(config).run(sockets=sockets)

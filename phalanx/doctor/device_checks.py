@@ -15,7 +15,7 @@ from phalanx.health.findings import DeviceInfo, Severity
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.attention import attention, has_kernel, reference_attention
 from phalanx.models.llama import Llama
-from phalanx.parallel.fp8 import choose_linear, find_kernel_problem
+from phalanx.parallel import fp8, fp8_delayed
 from phalanx.parallel.parallelize import compile_units, find_compile_problem
 from phalanx.system import accelerator
 
@@ -239,21 +239,21 @@ def _gradients(device: torch.device, compiled: bool) -> list[Tensor]:
 
 
 def check_fp8(name: str) -> list[CheckResult]:
-    """Time a linear layer, forward and backward, with FP8 products (`train.fp8: block`) and without."""
+    """Time a linear layer, forward and backward, with FP8 products (`train.fp8`) and without; the value is that of
+    block scaling."""
     device = torch.device(name)
     accelerator.set_device(device, 1)
-    problem = find_kernel_problem(device)
     size, dtype = (512, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
     x = torch.randn(size, size, device=device, dtype=dtype, requires_grad=True)
     weight = torch.randn(size, size, device=device, dtype=dtype, requires_grad=True)
-    linear = choose_linear(device)
-    times = {
-        each: min(_pass_s(each, x, weight) for _ in range(ROUNDS)) for each in (linear, torch.nn.functional.linear)
-    }
-    ratio = times[linear] / times[torch.nn.functional.linear]
-    takes = f"a linear layer takes {ratio:.2f} of its time without"
-    text = f"{name} emulates train.fp8 block ({problem}): {takes}" if problem else f"train.fp8 block on {name}: {takes}"
-    return [CheckResult("fp8", CheckState.OK, text, ratio)]
+    problems = {"block": fp8.find_kernel_problem(device), "delayed": fp8_delayed.find_kernel_problem(device)}
+    ways = {"block": fp8.choose_linear(device), "delayed": fp8_delayed.make_measured_linear(device)}
+    plain_s = min(_pass_s(torch.nn.functional.linear, x, weight) for _ in range(ROUNDS))
+    ratios = {way: min(_pass_s(linear, x, weight) for _ in range(ROUNDS)) / plain_s for way, linear in ways.items()}
+    emulated = {way: f" (emulated: {problem})" if problem else "" for way, problem in problems.items()}
+    times = ", ".join(f"{ratio:.2f} with {way}{emulated[way]}" for way, ratio in ratios.items())
+    text = f"train.fp8 on {name}: of its time without a linear layer takes {times}"
+    return [CheckResult("fp8", CheckState.OK, text, ratios["block"])]
 
 
 def _pass_s(linear: Callable[..., Tensor], x: Tensor, weight: Tensor) -> float:

@@ -4,6 +4,7 @@ Newer systems show the log only to root (`kernel.dmesg_restrict`); then the jour
 groups may read. An unreadable log is reported, never treated as free of errors.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -240,16 +241,20 @@ def _remedy(meaning: XidMeaning) -> str:
     }[meaning.severity]
 
 
+@functools.lru_cache(maxsize=4096)  # a monitor judges the lines that it keeps every second
+def _find_message(text: str) -> int | None:
+    """The place in `_KERNEL_MESSAGES` of the first pattern that a line matches."""
+    return next((number for number, (pattern, *_) in enumerate(_KERNEL_MESSAGES) if pattern.search(text)), None)
+
+
 def _other_findings(
     lines: Sequence[KernelLogLine], now_s: float, recent: Callable[[KernelLogLine], bool]
 ) -> list[Finding]:
     counted: dict[int, list[KernelLogLine]] = {}
     for line in lines:
-        for number, (pattern, severity, _, _) in enumerate(_KERNEL_MESSAGES):
-            if pattern.search(line.text):
-                if severity != Severity.WATCH or recent(line):
-                    counted.setdefault(number, []).append(line)
-                break
+        number = _find_message(line.text)
+        if number is not None and (_KERNEL_MESSAGES[number][1] != Severity.WATCH or recent(line)):
+            counted.setdefault(number, []).append(line)
     findings = []
     for number, those in sorted(counted.items()):
         _, severity, check, words = _KERNEL_MESSAGES[number]

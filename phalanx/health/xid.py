@@ -6,6 +6,7 @@ CHECK_MECHANICALS an isolation; RESTART_APP and IGNORE have at most severity `wa
 action, and overrides the others of its GPU. Errors that are missing in the table are reported with severity `watch`.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class Xid:
         return XIDS.get(self.number, XidMeaning(Severity.WATCH, "an error that this version does not describe"))
 
 
+@functools.lru_cache(maxsize=4096)  # a monitor judges the lines that it keeps every second
 def parse_xid(line: str) -> Xid | None:
     """Parse the Xid in a line of the kernel's log, or return None."""
     found = _LINE.search(line)

@@ -143,7 +143,7 @@ def _sizes(config: Config, spec: ModelSpec, ranks: int, to_train: bool) -> RunSi
     micro_batch = micro_batch_to_assume(config, ranks)
     memory, committed = _state(work, choice, ranks)
     needs, each_bytes = {}, ElementBytes(work.width, work.gather_bytes, work.master_bytes)
-    head_gradient = head_gradient_bytes(0 if adapters else work.vocabulary * work.hidden, each_bytes)
+    head_gradient = head_gradient_bytes(0 if adapters else work.table_parameters, each_bytes)
     if ranks > 1 and config.parallel.zero == "auto":
         for zero in (1, 2):
             tried = choice_of(update_config(config, {"parallel.zero": zero}), cluster)

@@ -72,11 +72,14 @@ class LoraSpec:
 class BlockSpec:
     """Deviations of a model from its family, as fields of the family's BlockOptions (None: as the family); and
     `window_rope_theta`: base of the rotary frequencies of layers with a window, which are not stretched;
-    `query_scalar`: scores are divided by its square root, else by that of the head's width.
+    `query_scalar`: scores are divided by its square root, else by that of the head's width; `embedding_width` of the
+    embedding and the head where a matrix behind the one and before the other leads to the model's width and back.
     """
 
     window_rope_theta: float | None = None
     query_scalar: float | None = None
+    embedding_width: int | None = None
+    norm_sums: bool | None = None
     activation: str | None = None
     qkv_bias: bool | None = None
     o_bias: bool | None = None
@@ -211,6 +214,11 @@ class ModelSpec(ModelSizes):
     def attention_width(self) -> int:
         """Channels of a head's queries, keys and values as attention takes them."""
         return self.head_dim + (self.latent.plain_dim if self.latent is not None else 0)
+
+    @property
+    def embedding_width(self) -> int:
+        """Channels of the embedding of tokens, and of the head's matrix."""
+        return self.block.embedding_width or self.hidden
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer number `layer` has experts in the place of one feed-forward layer."""

@@ -55,19 +55,6 @@ class Embedding(nn.Embedding):
         return super().forward(input)
 
 
-class PositionedEmbedding(Embedding):
-    """An embedding of tokens with learned positions added; the first `offset` rows of `positions` are unused."""
-
-    def __init__(self, rows: int, width: int, positions: int, offset: int = 0) -> None:
-        super().__init__(rows, width)
-        self.positions, self.offset = Embedding(positions + offset, width), offset
-
-    def forward(self, input: Tensor, positions: Tensor | None = None) -> Tensor:
-        """tokens (B, S) int64, positions (S,) or (B, S), 0 .. S - 1 if not given -> (B, S, width)."""
-        positions = torch.arange(input.shape[-1], device=input.device) if positions is None else positions
-        return super().forward(input) + self.positions(positions + self.offset)
-
-
 class Linear(nn.Linear):
     """nn.Linear that accepts dropout's random numbers, as one with an adapter does (lora.py), and ignores them.
 
@@ -84,6 +71,27 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor, draws: CounterRNG | None = None, site: Tensor | None = None) -> Tensor:
         """input (..., in) -> (..., out)."""
         return self.multiply(input, self.weight, self.bias)
+
+
+def make_projection(inputs: int, outputs: int) -> nn.Module:
+    """A matrix between two widths; none between equal ones."""
+    return nn.Identity() if inputs == outputs else Linear(inputs, outputs, bias=False)
+
+
+class PositionedEmbedding(Embedding):
+    """An embedding of tokens, projected from its `width` to that of the model, with learned positions added; the first
+    `offset` rows of `positions` are unused."""
+
+    def __init__(self, rows: int, width: int, positions: int, offset: int, hidden: int) -> None:
+        super().__init__(rows, width)
+        self.project = make_projection(width, hidden)
+        self.positions, self.offset = Embedding(positions + offset, hidden), offset
+
+    def forward(self, input: Tensor, positions: Tensor | None = None) -> Tensor:
+        """tokens (B, S) int64, positions (S,) or (B, S), 0 .. S - 1 if not given -> (B, S, hidden)."""
+        positions = torch.arange(input.shape[-1], device=input.device) if positions is None else positions
+        found: Tensor = self.project(super().forward(input)) + self.positions(positions + self.offset)
+        return found
 
 
 class RMSNorm(nn.Module):

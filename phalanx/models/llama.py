@@ -29,6 +29,7 @@ from phalanx.models.layers import (
     RMSNorm,
     cap_softly,
     cross_entropy_sum,
+    make_projection,
 )
 from phalanx.models.model import Architecture, InitRule, Model, StagedArchitecture, draw_init_slice
 from phalanx.models.rotary import apply_rope, rope_table
@@ -131,8 +132,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder block, layer number `layer`: attention and MLP with residuals, each with a norm before, after or both;
-    sequential or parallel, by the family's options."""
+    """A decoder block, layer number `layer`: attention and MLP with residuals, each with a norm before, after or both,
+    or of the sum; sequential or parallel, by the family's options."""
 
     attends: ClassVar[type[Attention]] = Attention
 
@@ -142,7 +143,7 @@ class Block(nn.Module):
         self.adapters_drop = spec.lora is not None and spec.lora.dropout > 0.0
         self.scores_drop = spec.attention_dropout > 0.0
         options = block_options(spec)
-        self.parallel = options.parallel
+        self.parallel, self.norm_sums = options.parallel, options.norm_sums
 
         def norm(wanted: bool) -> nn.Module:
             return make_norm(spec, spec.hidden) if wanted else nn.Identity()
@@ -176,10 +177,14 @@ class Block(nn.Module):
         """The attention with its residual: x (B, S, D) -> (B, S, D), and the MLP's input (B, S, D)."""
         scores = (draws, site) if draws is not None and (self.adapters_drop or self.scores_drop) else ()
         given = self.norm(x)
-        mixed = self.attention_post_norm(self.attention(self.attention_norm(given), cos, sin, segments, *scores))
+        inner = given if self.norm_sums else self.attention_norm(given)
+        mixed = self.attention_post_norm(self.attention(inner, cos, sin, segments, *scores))
         if draws is not None and site is not None:
             mixed = draws.dropout(mixed, site, self.dropout)
         x = x + mixed
+        if self.norm_sums:
+            x = self.attention_norm(x)
+            return x, x
         return x, self.mlp_norm(given if self.parallel else x)
 
     def feed_forward(self, given: Tensor, draws: CounterRNG | None, site: Tensor | None) -> Tensor:
@@ -193,7 +198,8 @@ class Block(nn.Module):
         fed = self.mlp_post_norm(fed)
         if draws is not None and site is not None:
             fed = draws.dropout(fed, site + 1, self.dropout)
-        return x + fed
+        x = x + fed
+        return self.mlp_norm(x) if self.norm_sums else x
 
 
 class Head(nn.Module):
@@ -209,11 +215,12 @@ class Head(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.norm = make_norm(spec, spec.hidden)
-        # Sharing one Parameter between two modules would not survive to_empty() or sharding by unit.
-        own = None if spec.tie_embeddings else nn.Parameter(torch.zeros(spec.vocab_size, spec.hidden))
-        self.register_parameter("weight", own)
         options = block_options(spec)
+        self.norm = nn.Identity() if options.norm_sums else make_norm(spec, spec.hidden)
+        self.project = make_projection(spec.hidden, spec.embedding_width)
+        # Sharing one Parameter between two modules would not survive to_empty() or sharding by unit.
+        own = None if spec.tie_embeddings else nn.Parameter(torch.zeros(spec.vocab_size, spec.embedding_width))
+        self.register_parameter("weight", own)
         self.register_parameter("bias", nn.Parameter(torch.zeros(spec.vocab_size)) if options.head == "bias" else None)
         self.normalized, self.cap = options.head == "normalized", options.logit_cap
         self.cross_entropy_sum: Callable[..., Tensor] = cross_entropy_sum
@@ -222,7 +229,7 @@ class Head(nn.Module):
         """hidden (B, S, D) -> logits (B, S, V), or the loss sum (a scalar) if `labels` (B, S) are given."""
         used = self.weight if weight is None else weight
         assert used is not None, "a tied head needs the embedding's weight"
-        hidden = self.norm(hidden)
+        hidden = self.project(self.norm(hidden))
         if self.normalized:
             used = F.normalize(used)
         if labels is None:
@@ -275,7 +282,9 @@ class Llama(StagedArchitecture):
         super().__init__(spec)
         options = block_options(spec)
         self.embed: Embedding = (
-            PositionedEmbedding(spec.vocab_size, spec.hidden, spec.max_seq_len, options.position_offset)
+            PositionedEmbedding(
+                spec.vocab_size, spec.embedding_width, spec.max_seq_len, options.position_offset, spec.hidden
+            )
             if options.position_offset is not None
             else Embedding(spec.vocab_size, spec.hidden)
         )

@@ -182,7 +182,8 @@ class StagedArchitecture(Architecture):
         has_head = self.spec.layers - 1 in numbers
         if 0 not in numbers:
             if has_head and self.spec.tie_embeddings:
-                self.embed._modules.pop("positions", None)  # the head uses only the table of tokens
+                for name in ("positions", "project"):  # the head uses only the table of tokens
+                    self.embed._modules.pop(name, None)
             else:
                 del self.embed
         if not has_head:

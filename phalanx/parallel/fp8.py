@@ -35,15 +35,20 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     blocks = F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     values, scale = _quantize(blocks, power_of_two_scale(blocks.abs().amax(-1, keepdim=True)))
-    for observer in _observers:
-        observer(blocks, values)
+    report_rows(blocks, values)
     return values, scale
+
+
+def report_rows(inputs: Tensor, values: Tensor) -> None:
+    """Have those who `observe_rows` see an input and its FP8 values."""
+    for observer in _observers:
+        observer(inputs, values)
 
 
 @contextlib.contextmanager
 def observe_rows(observer: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-    """Meanwhile `quantize_rows` calls `observer(blocks, values)` with each input in its blocks and with its FP8 values,
-    in code that is not compiled."""
+    """Meanwhile `observer(inputs, values)` is called with each tensor that is quantized by rows and its FP8 values, in
+    one shape, in code that is not compiled."""
     _observers.append(observer)
     try:
         yield
@@ -164,15 +169,23 @@ def find_kernel_problem(device: torch.device) -> str:
     """Why `device` emulates FP8 products, in one line; "" where its kernel computes what the emulation does."""
     if not accelerator.has_block_scaled_mm(device):
         return "no kernel for FP8 products with block scaling"
+    return try_kernel(
+        device, lambda x, weight, kernel: (_product_by_kernel if kernel else _product_by_emulation)(x, weight)
+    )
+
+
+def try_kernel(device: torch.device, product: Callable[[Tensor, Tensor, bool], Tensor]) -> str:
+    """Try `product(x, weight, kernel)` by the device's kernel and emulated: an error in one line, or "" where they
+    agree."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(256, 256, generator=generator).to(device, torch.bfloat16) for _ in range(2))
     try:
-        apart = (_product_by_kernel(x, weight) - _product_by_emulation(x, weight)).float().norm().item()
+        by_kernel, emulated = (product(x, weight, kernel).float() for kernel in (True, False))
+        relative = float((by_kernel - emulated).norm() / emulated.norm())
     except (RuntimeError, ValueError) as error:
         if is_out_of_memory(error):  # not the kernel's fault; an exception is not cached
             raise
         return " ".join(str(error).split())[:200]
-    relative = apart / float(F.linear(x, weight).float().norm())
     return "" if relative < 0.01 else f"its FP8 kernel differs from the emulation by {relative:.1e}"
 
 
@@ -194,15 +207,22 @@ def _forward(linear: Callable[..., Tensor], layer: nn.Linear, input: Tensor) -> 
     return linear(input, layer.weight, layer.bias)
 
 
-def train_in_fp8(blocks: Iterable[nn.Module], device: torch.device) -> None:
-    """Have the linear layers and experts of a model's blocks multiply in FP8; embeddings, norms, attention, routers and
-    the head stay. Raises ConfigError for blocks without linear layers, as of a custom model without a ModuleList."""
+def find_layers(blocks: Iterable[nn.Module], scaling: str) -> list[nn.Module]:
+    """The linear layers and experts of a model's blocks. Raises ConfigError where there are none, as in a custom model
+    without a ModuleList."""
     found = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear | Experts)]
     if not found:
         raise ConfigError(
-            "train.fp8 block multiplies in the linear layers of a model's blocks (the members of its nn.ModuleList), "
-            "and this model has none; set train.fp8=none"
+            f"train.fp8 {scaling} multiplies in the linear layers of a model's blocks (the members of its "
+            "nn.ModuleList), and this model has none; set train.fp8=none"
         )
+    return found
+
+
+def train_in_fp8(blocks: Iterable[nn.Module], device: torch.device) -> None:
+    """Have the linear layers and experts of a model's blocks multiply in FP8; embeddings, norms, attention, routers and
+    the head stay. Raises ConfigError for blocks without linear layers."""
+    found = find_layers(blocks, "block")
     replace_linear(found, choose_linear(device))
     for module in found:
         if isinstance(module, Experts):

@@ -249,7 +249,7 @@ def head_worth(spec: ModelSpec) -> float:
     """The cost of the head in layers, by matrix products. An embedding is a lookup and costs nothing."""
     shapes, last = active_shapes(spec, parameter_shapes(spec)), f"layers.{spec.layers - 1}."
     block = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(last) and len(shape) > 1)
-    return spec.vocab_size * spec.hidden / block
+    return spec.vocab_size * spec.embedding_width / block
 
 
 def make_pipeline(

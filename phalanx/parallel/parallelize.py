@@ -26,7 +26,7 @@ from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.model import Architecture, Model
 from phalanx.optim.gradients import LossScale
 from phalanx.optim.make_rule import make_rule
-from phalanx.parallel import activations
+from phalanx.parallel import activations, fp8_delayed
 from phalanx.parallel.context import ContextParallel, apply_context_parallel, find_context_attention
 from phalanx.parallel.experts import find_divided_experts
 from phalanx.parallel.fp8 import find_fp8_weights, train_in_fp8
@@ -76,7 +76,8 @@ def parallelize(
         connect(mesh.context.group, mesh.device)
         apply_context_parallel(model, ContextParallel(mesh.context, mesh.traffic, by, context_shares))
     # Checkpointing and compilation after slicing, since blocks then contain collectives.
-    change_blocks(model, config, mesh.device, sizes_change=mesh.world > 1 and config.balance.batch == "auto")
+    first = mesh.tensor is None or mesh.tensor.rank == 0
+    change_blocks(model, config, mesh.device, mesh.world > 1 and config.balance.batch == "auto", first)
     if not isinstance(model, Architecture):
         prepare_buffers(model, mesh.data, precision_of(config.train.dtype, mesh))
     # The engine after compilation: its hooks stay outside the compiled code and gather parameters before it runs.
@@ -137,14 +138,17 @@ def cast_at_edges(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def change_blocks(
-    model: Model, config: "Config", device: torch.device, sizes_change: bool = False
+    model: Model, config: "Config", device: torch.device, sizes_change: bool = False, first: bool = True
 ) -> ActivationOffloader | None:
     """Apply FP8, activation checkpointing, compilation and offloading to a model's blocks; returns the offloader, if
-    any. `device` computes. `sizes_change`: the number of sequences of a micro-batch may vary."""
+    any. `device` computes. `sizes_change`: the number of sequences of a micro-batch may vary. `first`: of its
+    tensor-parallel peers."""
     blocks, memory = model.blocks(), config.memory
     assert memory.activations != "auto"
     if config.train.fp8 == "block":
         train_in_fp8(blocks, device)
+    elif config.train.fp8 == "delayed":
+        fp8_delayed.train_in_fp8(blocks, device, first)
     # Compile after checkpointing, so that the compiler sees what is recomputed and can fuse across it; but before it
     # where compiled code is interrupted, since nothing is compiled of a checkpoint with an interruption.
     interrupted = config.train.compile is True and any(

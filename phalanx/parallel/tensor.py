@@ -23,7 +23,7 @@ from phalanx.layout.tensor_shards import TensorShard, find_cut_kind, plan_tensor
 from phalanx.models import layers
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.families.catalog import family_of
-from phalanx.models.layers import LayerNorm, RMSNorm
+from phalanx.models.layers import LayerNorm, Linear, RMSNorm
 from phalanx.models.llama import Attention, Head
 from phalanx.models.model import StagedArchitecture
 from phalanx.parallel.tensor_collectives import TensorParallelPeers
@@ -31,6 +31,7 @@ from phalanx.parallel.tensor_layers import (
     ColumnParallelLinear,
     LayerShards,
     PartialLayerNorm,
+    PartialLinear,
     PartialRMSNorm,
     RowParallelLinear,
     SplitRMSNorm,
@@ -82,7 +83,7 @@ def apply_tensor_parallel(model: StagedArchitecture, cut: TensorParallelContext)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     held = plan_tensor_shards(shapes, plan, spec.kv_heads, peers.size, peers.rank)
     replace_modules(model, plan, held, cut)
-    _split_norms(model, cut, held)
+    _split_replicated(model, cut, held)
     for name, module in model.named_modules():
         if isinstance(module, Attention):
             module.first_head = held[f"{name}.q.weight"].start // module.head_dim
@@ -93,8 +94,8 @@ def apply_tensor_parallel(model: StagedArchitecture, cut: TensorParallelContext)
         if head.bias is not None:
             head.bias = copy_shard(head.bias, held["head.bias"])
         head.cross_entropy_sum = make_vocab_parallel_cross_entropy(peers, spec.vocab_size)
-        # After the norm, so that labels and hidden states have the same positions again.
-        head.norm.register_forward_hook(lambda module, args, output: cut.enter(output))
+        # Before the matrix of the vocabulary, so that labels and hidden states have the same positions again.
+        head.project.register_forward_hook(lambda module, args, output: cut.enter(output))
         head.register_forward_hook(functools.partial(_whole_logits, peers, spec.vocab_size))
     if cut.sequence:
         model.register_forward_pre_hook(functools.partial(_own_positions, peers), with_kwargs=True)
@@ -154,7 +155,7 @@ def replace_modules(
         model.get_submodule(name).register_forward_pre_hook(functools.partial(_enter, cut), with_kwargs=True)
 
 
-def _split_norms(model: nn.Module, cut: TensorParallelContext, held: Mapping[str, TensorShard]) -> None:
+def _split_replicated(model: nn.Module, cut: TensorParallelContext, held: Mapping[str, TensorShard]) -> None:
     for name, old in list(model.named_modules()):
         # Norms of queries and keys see a rank's heads; the others, with `sequence`, its positions.
         part = held.get(f"{name}.weight")
@@ -166,6 +167,8 @@ def _split_norms(model: nn.Module, cut: TensorParallelContext, held: Mapping[str
             model.set_submodule(name, PartialRMSNorm(old, cut))
         elif isinstance(old, LayerNorm) and cut.sequence:
             model.set_submodule(name, PartialLayerNorm(old, cut))
+        elif isinstance(old, Linear) and cut.sequence and name in ("embed.project", "head.project"):
+            model.set_submodule(name, PartialLinear(old, cut))
 
 
 def _enter(cut: TensorParallelContext, module: nn.Module, args: Any, kwargs: Any) -> Any:

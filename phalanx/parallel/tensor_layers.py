@@ -104,7 +104,9 @@ class VocabParallelEmbedding(Embedding):
         # A factor of transformers' Gemma.
         self.register_buffer("embed_scale", old._buffers.get("embed_scale"), persistent=False)
         if isinstance(old, PositionedEmbedding):
-            self.positions, self.offset = old.positions, old.offset
+            self.offset = old.offset
+            for name, module in old.named_children():  # a stage with the head of a tied table has none of them
+                self.add_module(name, module)
 
     def forward(self, input: Tensor, positions: Tensor | None = None) -> Tensor:
         """tokens (B, S) int64, and positions where they are learned -> (B, S or its part, width)."""
@@ -123,7 +125,8 @@ class VocabParallelEmbedding(Embedding):
         if self.cut.sequence:
             table = self.cut.partial(table)
             positions = positions.unflatten(-1, (self.cut.peers.size, -1))[..., self.cut.peers.rank, :]
-        return found + F.embedding(positions + self.offset, table)
+        placed: Tensor = self.project(found) + F.embedding(positions + self.offset, table)
+        return placed
 
 
 class VocabParallelHead(Linear):
@@ -163,6 +166,18 @@ class PartialLayerNorm(LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """As LayerNorm's."""
         return self.normalize(input, self.cut.partial(self.weight), self.cut.partial(self.bias))
+
+
+class PartialLinear(Linear):
+    """As PartialRMSNorm, without a bias."""
+
+    def __init__(self, old: Linear, cut: TensorParallelContext) -> None:
+        super().__init__(old.in_features, old.out_features, bias=False, device="meta")
+        self.weight, self.cut = old.weight, cut
+
+    def forward(self, input: Tensor, draws: CounterRNG | None = None, place: Tensor | None = None) -> Tensor:
+        """As Linear's."""
+        return self.multiply(input, self.cut.partial(self.weight), None)
 
 
 class SplitRMSNorm(RMSNorm):

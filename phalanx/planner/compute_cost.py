@@ -112,20 +112,23 @@ def block_pass(
         (wide, hidden),
         (hidden, ffn),
     )
-    blocks = "fp8" if work.fp8_blocks and kind.multiplies_fp8_blocks else kept
+    whole = "fp8" if work.fp8_tensors and "fp8" in kind.flop_per_s else kept
+    blocks = "fp8" if work.fp8_blocks and kind.multiplies_fp8_blocks else whole
     forward = backward = quantized = 0.0
     for columns, depth in products:
         forward += matmul_s(tokens, columns, depth, kind, blocks, constants)
         backward += matmul_s(tokens, depth, columns, kind, blocks, constants)  # of the input
         quantized += 0.5 * tokens * (columns + depth) + columns * depth  # elements, in each direction
         if work.lora is None:
-            backward += matmul_s(depth, columns, tokens, kind, kept, constants)  # of the weight
+            backward += matmul_s(depth, columns, tokens, kind, whole, constants)  # of the weight
     moving = work.width / (kind.memory_bytes_per_s * constants.memory_share)
     # Forward: two norms (2 passes each), two residuals with their additions (3 each), and their dropout's mask.
     outside = tokens * hidden * (10.0 + (1.0 if work.dropout else 0.0)) / (tensor if choice.sequence else 1)
     # Queries, keys and values are rotated or transposed (2 passes each), the result once; activation in and out.
     inside = tokens * (2.0 * (queries + 2 * keys) + 2.0 * queries + (3.0 if work.gated else 2.0) * ffn)
-    quantizing = quantized * (1.0 + 1.0 / work.width) if work.fp8_blocks else 0.0  # read as they are, written in a byte
+    # Read as they are, written in a byte; with delayed scaling read once more, for the largest magnitude.
+    reads = 2.0 if work.fp8_tensors else 1.0
+    quantizing = quantized * (reads + 1.0 / work.width) if work.fp8_blocks or work.fp8_tensors else 0.0
     passes_forward, passes_backward = outside + inside + quantizing, 1.6 * (outside + inside) + quantizing
     dtype_attention = "bf16" if kept == "fp8" else kept
     rate = kind.peak_flop_per_s(dtype_attention) * kind.sustained
@@ -187,10 +190,11 @@ def head_pass(
     """
     dtype = "bf16" if work.precision == "fp8" else work.precision
     tokens, columns = sequences * work.seq_len, work.vocabulary / choice.tensor
-    product = matmul_s(tokens, columns, work.hidden, kind, dtype, constants)
-    backward = matmul_s(tokens, work.hidden, columns, kind, dtype, constants)
+    width = work.embedding_width or work.hidden
+    product = matmul_s(tokens, columns, width, kind, dtype, constants)
+    backward = matmul_s(tokens, width, columns, kind, dtype, constants)
     if work.lora is None:
-        backward += matmul_s(work.hidden, columns, tokens, kind, dtype, constants)
+        backward += matmul_s(width, columns, tokens, kind, dtype, constants)
     moving = constants.traffic / (kind.memory_bytes_per_s * constants.memory_share)
     forward = product + tokens * columns * LOGITS_MOVED[0] * moving
     backward += tokens * columns * LOGITS_MOVED[1] * moving

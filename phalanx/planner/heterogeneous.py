@@ -56,7 +56,7 @@ class HeterogeneousDevices:
         speeds = tuple(ratios[pace] for pace in paces)
         key = (choice.pipeline, speeds, folded)
         if key not in self._stages:
-            head = self.work.vocabulary * self.work.hidden / self.work.matrix_parameters
+            head = self.work.table_parameters / self.work.matrix_parameters
             found = pipelines.divide_layers(
                 self.work.layers, choice.pipeline, "zero_bubble" if folded else "1f1b", speeds=speeds, head=head
             )

@@ -176,7 +176,7 @@ def _work_of(work_record: dict[str, Any], on_host: bool = False) -> StepWork:
         kv_heads=work_record["kv_heads"], **widths, vocabulary=work_record["vocab_size"],
         seq_len=work_record["positions"], global_batch=1,
         tied=bool(work_record.get("tie_embeddings")), gated=options.gated, biases=options.biases,
-        head_dim=work_record["head_dim"],
+        head_dim=work_record["head_dim"], embedding_width=work_record.get("embedding_width") or 0,
         precision=work_record["dtype"] if work_record["dtype"] != "mixed" else "fp32" if on_host else "fp16",
         window=window or 0, full_layers=sum(layer < work_record["layers"] for layer in full),
         both_ways=not options.causal,

@@ -75,7 +75,7 @@ def parameters_of(
     embedding = work.embedding_parameters / tensor if first else 0.0
     head = work.head_parameters / tensor if last else 0.0
     if last and work.tied and not first:
-        head += work.vocabulary * work.hidden / tensor
+        head += work.table_parameters / tensor
     return layers * block + embedding + head, block, embedding, head
 
 
@@ -201,7 +201,7 @@ def loss_bytes(work: StepWork, kind: DeviceKind, tensor: int, sequences: float) 
     columns, tokens = work.vocabulary / tensor, sequences * work.seq_len
     chunks = max(1.0, -(-tokens // loss_chunk_tokens(columns, kind.on_host)))
     wide = max(4, work.width)
-    gradient = columns * work.hidden * wide if work.lora is None else 0.0
+    gradient = work.table_parameters / tensor * wide if work.lora is None else 0.0
     # With several, the gradient to the logits of the one before is still there.
     logits = work.width + wide + (4 if work.width < 4 else 0) + (work.width if chunks > 1 else 0)
     return tokens / chunks * columns * logits + gradient + tokens * work.hidden * work.width

@@ -129,9 +129,11 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         # Scores are held where they are cut, as they are where some are dropped.
         attention_dropout=computes.needs_scores or spec.attention_dropout > 0,
         positions=0 if computes.position_offset is None else spec.max_seq_len + computes.position_offset,
+        embedding_width=spec.block.embedding_width or 0,
         **find_head_widths(spec),
         precision=precision,
         fp8_blocks=config.train.fp8 == "block",
+        fp8_tensors=config.train.fp8 == "delayed",
         master_bytes=number_bytes,
         state_bytes=rule.state_bytes(config.optim.options, number_bytes, spec.hidden),
         reduce_bytes=number_bytes,

@@ -24,8 +24,9 @@ class VisiblePositions:
 class DecoderShape(VisiblePositions):
     """A decoder of `layers` equal blocks, as plain numbers.
 
-    `positions` are rows of a learnt table of positions. `biases`: matrices add one and norms have two vectors, as in
-    GPT-2; "qkv": the matrices of queries, keys and values alone add one, as in Qwen2. `qk_norm`: each head's
+    `positions` are rows of a learnt table of positions; `embedding_width` is that of the table of tokens and of the
+    head, with a matrix from and to `hidden` (0: it is `hidden`). `biases`: matrices add one and norms have two vectors,
+    as in GPT-2; "qkv": the matrices of queries, keys and values alone add one, as in Qwen2. `qk_norm`: each head's
     queries and keys are normalised. With `lora` its adapters alone are trained.
     `ffn` is the width of the feed-forward part that a token goes through; of a mixture of experts there are also
     `idle_ffn` that it does not, and `router_rows`, all as means over the layers.
@@ -44,6 +45,7 @@ class DecoderShape(VisiblePositions):
     biases: bool | Literal["qkv"] = False
     qk_norm: bool = False
     positions: int = 0
+    embedding_width: int = 0
     head_dim: int = 0  # 0: hidden / heads
     lora: LoraSpec | None = None
     idle_ffn: int = 0
@@ -94,14 +96,20 @@ class DecoderShape(VisiblePositions):
         return self.matrix_parameters + self.idle_parameters + small
 
     @cached_property
+    def table_parameters(self) -> int:
+        """Parameters of the table of tokens, or of the head's matrix."""
+        return self.vocabulary * (self.embedding_width or self.hidden)
+
+    @cached_property
     def embedding_parameters(self) -> int:
-        """Parameters of the tables of tokens and positions."""
-        return (self.vocabulary + self.positions) * self.hidden
+        """Parameters of the tables of tokens and positions, and of the matrix between them."""
+        return self.table_parameters + (self.positions + self.embedding_width) * self.hidden
 
     @cached_property
     def head_parameters(self) -> int:
         """Parameters after the last block: its norm, and the head's matrix unless it is the embedding's."""
-        return (2 if self.biases is True else 1) * self.hidden + (0 if self.tied else self.vocabulary * self.hidden)
+        norm = 2 if self.biases is True else 1
+        return (norm + self.embedding_width) * self.hidden + (0 if self.tied else self.table_parameters)
 
     def parameters(self) -> int:
         """All of them: for plain decoders 12 layers hidden^2 and the embedding (Narayanan et al. 2021, equation 2)."""
@@ -134,9 +142,9 @@ class StepWork(DecoderShape):
     """The step that trains a decoder on `global_batch` sequences of `seq_len` tokens.
 
     `precision` is the type of matrix products; with `fp8_blocks` those of blocks, except gradients of weights, are in
-    FP8 on devices that have a kernel for it; `master_bytes` and `state_bytes` are kept for each trained parameter
-    (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each, `far_bytes` at most from node to node
-    where that is compressed.
+    FP8 on devices that have a kernel for it, with `fp8_tensors` all of them; `master_bytes` and `state_bytes` are kept
+    for each trained parameter (AdamW in fp32: 4 and 8), `reduce_bytes` and `gather_bytes` travel for each, `far_bytes`
+    at most from node to node where that is compressed.
     With `attention_dropout` scores are written to memory, whatever a layout has for attention.
     `horizon` is a recipe's `memory.offload_prefetch_blocks`.
     `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;
@@ -151,6 +159,7 @@ class StepWork(DecoderShape):
     attention_dropout: bool = False
     precision: str = "bf16"
     fp8_blocks: bool = False
+    fp8_tensors: bool = False
     master_bytes: int = 4
     state_bytes: float = 8.0
     reduce_bytes: int = 4
@@ -189,7 +198,8 @@ class StepWork(DecoderShape):
         """Forward and backward, without recomputing: 6 for each multiplying parameter (of frozen ones 4, beside 6
         for adapters), and 12 channels seq_len a layer for attention, all counted (Chowdhery et al. 2022,
         appendix B). This is what MFU is measured by."""
-        multiplying = self.layers * self.matrix_parameters + self.vocabulary * self.hidden
+        multiplying = self.layers * self.matrix_parameters + self.table_parameters
+        multiplying += 2 * self.embedding_width * self.hidden
         products = 4.0 * multiplying + 6.0 * self.layers * count_adapter_parameters(self)
         products = products if self.lora is not None else 6.0 * multiplying
         return products + 12.0 * self.query_channels * self.seq_len * self.layers

@@ -11,6 +11,7 @@ from phalanx.provision.slurm_control import SINFO, SlurmNodeView, parse_sinfo
 from phalanx.system.commands import run_program
 
 COLUMNS = {"job": "%i", "name": "%j", "user": "%u", "state": "%T", "time": "%M", "nodes": "%D", "where or why": "%R"}
+SHOW_CONFIG = ("scontrol", "show", "config")
 SQUEUE = ("squeue", "--noheader", "--array", "--format=%P|%T")
 TIMEOUT_S = 20.0
 MOST_JOBS = 200
@@ -72,6 +73,15 @@ def sample_queue() -> ClusterSample:
     return ClusterSample(count_jobs(_ask(SQUEUE)), list(parse_sinfo(_ask(SINFO)).values()))
 
 
+def is_local(cluster: Cluster) -> bool:
+    """Whether the Slurm whose commands this machine has is the cluster's, by its name and its controller. Raises as
+    `sample_queue`."""
+    pairs = (line.partition("=") for line in _ask(SHOW_CONFIG).splitlines())
+    known = {key.strip(): value.strip() for key, _, value in pairs}
+    host = known.get("SlurmctldHost[0]", "").partition("(")[0]
+    return known.get("ClusterName") == cluster.name and host in {row["node"] for row in cluster.nodes()}
+
+
 def count_jobs(text: str) -> Counter[tuple[str, str]]:
     """Jobs by partition and state, as squeue has printed them."""
     rows = [line.strip().split("|") for line in text.splitlines()]
@@ -79,6 +89,6 @@ def count_jobs(text: str) -> Counter[tuple[str, str]]:
 
 
 def _ask(command: Sequence[str]) -> str:
-    name = "sinfo" if "sinfo" in command else "squeue"
+    name = next((each for each in ("sinfo", "scontrol") if each in command), "squeue")
     missing = f"{name} cannot be run ({command[0]} was not found); run this on a node of the cluster"
     return run_program(command, f"Slurm's {name}", TIMEOUT_S, missing)

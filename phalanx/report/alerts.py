@@ -30,16 +30,22 @@ def find_alerts(run: RunHistory, folder: str, now: float) -> list[Alert]:
 
 
 def _of_events(run: RunHistory, folder: str) -> Iterator[Alert]:
-    began, spares, lost = 0, 0, 0
+    began, seats = 0, 0
+    here, leaving = set[object](), set[object]()  # nodes that will be in the run, and those whose loss was announced
     for place, event in enumerate(run.events):
         if event.get("kind") == EventKind.RUN_STARTED and not event.get("again"):
             began = place
     told = events_with_steps(run)[began:]
     for event, after_step in told:
         kind, sentence = event.get("kind"), event_text.describe_event(event, after_step)
-        key = _key(run, event)
-        if kind == EventKind.RUN_STARTED and isinstance(event.get("spares"), list):
-            spares = len(event["spares"])
+        key, node, spares = _key(run, event), event.get("node"), len(here) - seats
+        if kind == EventKind.RUN_STARTED and isinstance(event.get("hosts"), list):
+            extra = event.get("spares")
+            seats = len(event["hosts"])
+            here = set(range(seats + (len(extra) if isinstance(extra, list) else 0)))
+        elif kind == EventKind.NODE_JOINED and isinstance(node, int):
+            here.add(node)
+            leaving.discard(node)
         if kind in (EventKind.STOPPED, EventKind.FINISHED):
             yield Alert(key, sentence, f"phalanx status {folder}")
         elif kind == EventKind.GAVE_UP:
@@ -48,11 +54,13 @@ def _of_events(run: RunHistory, folder: str) -> Iterator[Alert]:
             kind == EventKind.WORKER_DIED and event.get("exit_code") == ExitCode.CONFIG and after_step is not None
         ):  # after a step, only a run that diverged ends with that code
             yield Alert(key, f"training diverged: {sentence}", f"phalanx logs --first-error {folder}")
-        elif kind == EventKind.NODE_LOST:
-            lost += 1
-            yield Alert(key, sentence, f"phalanx nodes --run {folder}")
-            if spares and lost == spares:
-                used = "the last spare node replaces it: a further loss shrinks the run or ends it"
+        elif kind in (EventKind.NODE_LEAVING, EventKind.NODE_LOST) and isinstance(node, int):
+            if node not in leaving:
+                yield Alert(key, sentence, f"phalanx nodes --run {folder}")
+            here.discard(node)
+            leaving = leaving | {node} if kind == EventKind.NODE_LEAVING else leaving - {node}
+            if seats and spares == 1 and len(here) == seats:
+                used = "no spare node is left: a further loss shrinks the run or ends it"
                 yield Alert(f"spares {key}", used, f"phalanx nodes --run {folder}")
         elif kind == EventKind.CHECKPOINT_FAILED:
             yield Alert(key, sentence, f"phalanx status {folder}")

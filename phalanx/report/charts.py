@@ -10,7 +10,10 @@ from phalanx.core.records import EventKind
 from phalanx.report import devices, event_text, formats, views
 from phalanx.report.history import POINTS, Record, RunHistory, events_with_steps, smooth, thin
 
-COLUMNS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "data_s", "mfu", "mfu_causal", "memory_bytes")
+COLUMNS = (
+    "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "wait_s", "data_s", "mfu", "mfu_causal", "memory_bytes",
+    "fp8_clipped",
+)  # fmt: skip
 EVENTS = 1000  # with more, the table has the newest, and the curves do not mark saved checkpoints
 SHAPES = {  # how an event is drawn on the curves: (class, line from top to bottom)
     EventKind.WORKER_DIED: ("died", True),
@@ -110,6 +113,8 @@ def build_charts(run: RunHistory) -> list[Record]:
     found.append(_chart("experts", "Expert load", "entropy, 1 is even", entropy, legend=True))
     busiest = [_trace("busiest expert of any layer", "expert_load_most", "teal")]
     found.append(_chart("busiest", "Busiest expert", "multiple of the mean load", busiest, zero=True))
+    clipped = [_trace("inputs and gradients", "fp8_clipped", "orange")]
+    found.append(_chart("clipped", "Clipped by FP8", "values beyond their scale", clipped, zero=True))
     if scores := views.score_curves(run.events):  # drawn like held-out losses
         found.insert(
             1, _chart("scores", "Scores", scores[0][0] if len(scores) == 1 else "", [], legend=len(scores) > 1)

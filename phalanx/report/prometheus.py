@@ -25,6 +25,7 @@ STEP_GAUGES = (
     ("step_seconds", "Duration of the newest step.", "step_s"),
     ("wait_seconds", "Time of the newest step spent waiting in collectives.", "wait_s"),
     ("mfu_ratio", "Model FLOPs utilization of the newest step.", "mfu"),
+    ("fp8_clipped", "Inputs and gradients of FP8 products that were clipped in the newest step.", "fp8_clipped"),
 )
 FP8_GAUGES = (
     ("fp8_largest_input", "Largest input of FP8 products in the newest evaluation."),

@@ -112,6 +112,25 @@ def block_scaled_mm(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_s
     return product[:rows]
 
 
+def has_tensor_scaled_mm(device: torch.device) -> bool:
+    """Whether `tensor_scaled_mm` may run there: on NVIDIA's GPUs from Ada and Hopper on."""
+    if device.type != SCRIPT_DEVICE_TYPE or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def tensor_scaled_mm(a: torch.Tensor, a_scale: float, b: torch.Tensor, b_scale: float) -> torch.Tensor:
+    """a @ b.T in bfloat16 of FP8 matrices a (M, K) and b (N, K), one of them E4M3, each times its scale; K and N
+    multiples of 16."""
+    functional: Any = torch.nn.functional
+    by_tensor = functional.ScalingType.TensorWise
+    scales = [torch.full((), each, device=a.device) for each in (a_scale, b_scale)]
+    product: torch.Tensor = functional.scaled_mm(
+        a.contiguous(), b.contiguous().t(), scales[0], by_tensor, scales[1], by_tensor, output_dtype=torch.bfloat16
+    )
+    return product
+
+
 def device_uuid(device: torch.device) -> str:
     """The unique ID of this device; "" for a CPU, and for kinds of devices without one."""
     if device.type == "cpu":

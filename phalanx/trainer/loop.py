@@ -9,7 +9,7 @@ import torch
 
 from phalanx.comm.rendezvous import JsonGroup
 from phalanx.core.errors import RunError
-from phalanx.core.records import EventKind, ExpertStepRecord, StepRecord
+from phalanx.core.records import EventKind, ExpertStepRecord, Fp8StepRecord, StepRecord
 from phalanx.engine.interface import StepOutcome
 from phalanx.optim.lr_schedule import learning_rate
 from phalanx.parallel.model_buffers import RunningStatistics
@@ -90,6 +90,8 @@ class TrainingLoop:
             engine.loss_scale.restore(header["loss_scale"])
         if setup.components.expert_balance is not None:
             setup.components.expert_balance.restore(header)
+        if setup.components.fp8_history is not None:
+            setup.components.fp8_history.restore(header)
         speed = make_mfu_calculator(workload.flops(), setup.mesh, compute_dtype(config.train.dtype, setup.mesh.device))
         positions, sharing = config.train.global_batch * workload.positions, setup.components.work_split
         self.recorder = StepRecorder(
@@ -147,6 +149,8 @@ class TrainingLoop:
             outcome = engine.finish_step()
         if setup.components.expert_balance is not None:
             setup.components.expert_balance.note_outcome(outcome)
+        if setup.components.fp8_history is not None:
+            setup.components.fp8_history.note_outcome(outcome)
         engine.commit(step)
         if setup.in_memory_store is not None:
             setup.in_memory_store.decide(step)
@@ -197,7 +201,9 @@ class TrainingLoop:
         run = functools.partial(run_micro_batches, veto=veto)
         if pipeline is not None:
             run = functools.partial(run_pipeline, pipeline=pipeline)
-        experts = parts.expert_balance
+        experts, fp8 = parts.expert_balance, parts.fp8_history
+        if fp8 is not None:
+            fp8.begin()
         if experts is not None:
             experts.begin(step, batches, parts.task, config.train.seed)
         loss_sum = run(
@@ -212,6 +218,8 @@ class TrainingLoop:
         )
         if experts is not None:
             experts.end(step)
+        if fp8 is not None:
+            fp8.end(step)
         self.running_statistics.snapshot(step)
         return loss_sum if parts.model_part.reports_loss else torch.zeros_like(loss_sum)
 
@@ -220,7 +228,9 @@ class TrainingLoop:
         setup = self.setup
         if record is None:
             return
-        experts = setup.components.expert_balance
+        experts, fp8 = setup.components.expert_balance, setup.components.fp8_history
+        if fp8 is not None:
+            record = Fp8StepRecord(**vars(record), fp8_clipped=fp8.count_clipped(record.step))
         if experts is not None and (load := experts.describe(record.step)) is not None:
             record = ExpertStepRecord(**vars(record), expert_entropy=load[0], expert_max_load=load[1])
         setup.records.write_step(record, self.anomaly_detector.skip_reason(record))
@@ -242,8 +252,10 @@ class TrainingLoop:
 
     def evaluate(self, step: int) -> None:
         setup = self.setup
-        config = setup.job.config
+        config, fp8 = setup.job.config, setup.components.fp8_history
         with setup.step_hooks.phase("evaluate", step):
+            if fp8 is not None:
+                fp8.settle()
             losses = evaluate_all(self.setup, step, config.train.eval_sequences)
         if self.best_evaluation.update(step, losses) and config.checkpoint.best:
             setup.saver.protected = step
@@ -301,6 +313,8 @@ class TrainingLoop:
             header["loss_scale"] = setup.components.engine.loss_scale.state()
         if setup.components.expert_balance is not None:
             header |= setup.components.expert_balance.to_header(step, outcome)
+        if setup.components.fp8_history is not None:
+            header |= setup.components.fp8_history.to_header(step, outcome)
         return header
 
     def finish_saving(self, step: int) -> None:

@@ -26,6 +26,7 @@ from phalanx.workload.context_task import find_context_shares, join_speeds, make
 from phalanx.workload.engines import StateWeights, make_engine_factory, make_sharding_spec
 from phalanx.workload.expert_balance import ExpertBalance, make_expert_balance
 from phalanx.workload.expert_counts import find_expert_counts
+from phalanx.workload.fp8_history import Fp8History, make_fp8_history
 from phalanx.workload.work_split import WorkSplit
 from phalanx.workload.workload import Workload, make_workload
 
@@ -50,6 +51,7 @@ class RunComponents:
     updates: UpdateTimer
     expert_balance: ExpertBalance | None = None  # of a model with experts
     fp8_ranges: Fp8Ranges | None = None  # with train.fp8
+    fp8_history: Fp8History | None = None  # with train.fp8 delayed
 
     def close(self) -> None:
         """End what works beside the main thread."""
@@ -144,7 +146,8 @@ def build_components(
         starting_weights=parted.make_fill(start, by_rows=not config.model.from_hf),
         updates=updates,
         expert_balance=make_expert_balance(model, spec, mesh, engine, nominal_weight),
-        fp8_ranges=Fp8Ranges(model, mesh.device, mesh.axes.tensor) if train.fp8 == "block" else None,
+        fp8_ranges=Fp8Ranges(model, mesh.device, mesh.axes.tensor) if train.fp8 != "none" else None,
+        fp8_history=make_fp8_history(model, config, mesh, engine),
     )
 
 

@@ -86,6 +86,7 @@ TESTS = {
     "parallel/hf_transform.py": [LATE],
     "tasks/task.py": [FREE, ENGINE],
     "workload/expert_balance.py": [f"{HERE}global_batch.py"],
+    "workload/step_table.py": [f"{HERE}global_batch.py"],
     "workload/clock.py": [f"{HERE}hang_detection.py"],
     "trainer/": [CLOCKS],
     "workload/": [CLOCKS],

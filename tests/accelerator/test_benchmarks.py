@@ -113,6 +113,7 @@ def test_adapters() -> None:
     assert checks[-1] == "peak memory, GiB: fits a card of 24 GB"
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="make accelerator")
 def test_offload() -> None:
     ((same, checks, longest),) = run_on_device(inputs_of_blocks, order="threads", memory_mb=400)
     assert same == [True] * len(same)

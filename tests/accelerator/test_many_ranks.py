@@ -23,6 +23,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         SHARDED | {"parallel__pipeline": 2, "model__tie_embeddings": True, "train__micro_batch": 2},
     ),
+    "delayed FP8": (2, SHARDED | {"train__fp8": "delayed", "train__micro_batch": 2, "train__steps": 3}),
     "zero 3 in FP8": (2, SHARDED | {"parallel__zero": 3, "train__fp8": "block", "train__steps": 2}),  # many kernels
 }
 SEEDS = (1, 2, 3)

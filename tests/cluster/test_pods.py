@@ -55,7 +55,7 @@ def parent(pid: int) -> int:
 def test_a_deleted_pod_is_replaced_and_the_run_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First while nodes meet, then in training: each time the Job's controller makes another pod, which joins."""
     run, steps = place / "run", ("train.steps=1000000", *STEPS[1:])
-    with pods.launched(place, monkeypatch, 2, *steps) as cluster:
+    with pods.warm_python() as python, pods.launched(place, monkeypatch, 2, f"k8s.python={python}", *steps) as cluster:
         late = cluster.create(1)
         pods.until(cluster, lambda: "waiting" in late.said())
         assert cluster.follows(late.delete()) == "Count"

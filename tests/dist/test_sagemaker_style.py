@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.scripts import run_script, written
-from tests.helpers import run_ranks
+from tests.helpers import run_ranks, some
 
 SCRIPT = """
 import os
@@ -167,12 +167,16 @@ def started(folder: Path, kind: str, backend: str, how: str, world: int, setting
 
 @pytest.mark.parametrize(
     ("kind", "backend", "how", "world", "settings"),
-    [
-        ("llama", "nccl", "local", 2, "{}"),
-        ("llama", "smddp", "sharded", 4, '{"hybrid_shard_degree": 2}'),
-        ("mixtral", "nccl", "sharded", 2, "{}"),
-        ("neox", "smddp", "sharded", 4, '{"tensor_parallel_degree": 2}'),
-    ],
+    some(
+        [
+            ("llama", "nccl", "local", 2, "{}"),
+            ("llama", "smddp", "sharded", 4, '{"hybrid_shard_degree": 2}'),
+            ("mixtral", "nccl", "sharded", 2, "{}"),
+            ("neox", "smddp", "sharded", 4, '{"tensor_parallel_degree": 2}'),
+        ],
+        0,
+        3,
+    ),
 )
 def test_it_trains_saves_and_resumes(
     tmp_path: Path, kind: str, backend: str, how: str, world: int, settings: str

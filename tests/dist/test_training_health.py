@@ -16,7 +16,7 @@ from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.trainer import train_rank
 from phalanx.trainer.skipped_batches import SkippedBatches
-from tests.helpers import ALL, run_ranks
+from tests.helpers import run_ranks, some
 from tests.numerics import runs
 from tests.numerics.runs import same_bits
 
@@ -51,8 +51,8 @@ def walk(run: Path, tokens: Path, *planned: str, ranks: int = 2, **changes: Any)
 
 @pytest.mark.parametrize(
     ("ranks", "changes"),
-    [(2, {"train.dtype": "bf16"}), (2, {"parallel.zero": 3}), (2, {"optim.double_buffer": True}),
-     *([(1, {}), (2, {"parallel.engine": "fsdp2"}), (2, {"parallel.tensor": 2})] if ALL else [])],
+    some([(2, {"train.dtype": "bf16"}), (2, {"parallel.zero": 3}), (2, {"optim.double_buffer": True}),
+          (1, {}), (2, {"parallel.engine": "fsdp2"}), (2, {"parallel.tensor": 2})], 1),
 )  # fmt: skip
 def test_a_run_that_goes_back_walks_as_one_that_never_saw_the_data(
     ranks: int, changes: dict[str, Any], tokens: Path, tmp_path: Path
@@ -160,7 +160,7 @@ def test_training_stops_where_going_on_is_no_use(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"train.dtype": "bf16"}, {"parallel.zero": 2}, *([{}, {"parallel.tensor": 1}] if ALL else [])]
+    "changes", some([{"train.dtype": "bf16"}, {"parallel.zero": 2}, {}, {"parallel.tensor": 1}], 1)
 )
 def test_a_bit_that_flips_is_found_and_repaired(changes: dict[str, Any], tokens: Path, tmp_path: Path) -> None:
     keys = {"train.steps": 8, "resilience.checksum_every": 2} | changes

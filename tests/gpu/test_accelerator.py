@@ -1,6 +1,7 @@
 """What only an accelerator can show; skipped where there is none. The same recipes as the proofs on CPU."""
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.models import layers
 from phalanx.models.attention import attention, has_kernel
-from phalanx.parallel import fp8
+from phalanx.parallel import fp8, fp8_delayed
 from phalanx.system import accelerator
 from phalanx.system.accelerator import HostCopy
 from phalanx.system.event_times import EventTimes
@@ -227,25 +228,29 @@ def test_the_time_of_units_is_read_a_step_late() -> None:
     assert others[2] > 3 * others[1]
 
 
-def fp8_kernel(placement: Placement) -> tuple[str, list[float]]:
+def fp8_kernel(placement: Placement, scaling: str) -> tuple[str, list[float]]:
     device = torch.device(accelerator.list_devices()[0])
     accelerator.set_device(device, 1)
+    problem, ways = fp8.find_kernel_problem(device), (fp8.linear_by_kernel, fp8.linear_by_emulation)
+    if scaling == "delayed":
+        scales = fp8_delayed.DelayedScaling()
+        (scales.scales,) = fp8_delayed.find_scales(torch.full((1, 3), 5.0), 0)
+        problem = fp8_delayed.find_kernel_problem(device)
+        ways = tuple(functools.partial(fp8_delayed.linear, scales, kernel) for kernel in (True, False))
     apart = []
     for rows, into, out in ((256, 256, 256), (1000, 4096, 1024), (37, 128, 384)):
         x, weight = (torch.randn(*shape, device=device, dtype=torch.bfloat16, requires_grad=True)
                      for shape in ((rows, into), (out, into)))  # fmt: skip
         grad = torch.randn(rows, out, device=device, dtype=torch.bfloat16)
-        results = [
-            (y, *torch.autograd.grad(y, (x, weight), grad))
-            for y in (linear(x, weight) for linear in (fp8.linear_by_kernel, fp8.linear_by_emulation))
-        ]
+        results = [(y, *torch.autograd.grad(y, (x, weight), grad)) for y in (linear(x, weight) for linear in ways)]
         apart += [float((a - b).float().norm() / b.float().norm()) for a, b in zip(*results, strict=True)]
-    return fp8.find_kernel_problem(device), apart
+    return problem, apart
 
 
 @needs_kernels
-def test_the_fp8_kernel_computes_what_the_emulation_does() -> None:
-    problem, apart = run_ranks(fp8_kernel, 1)[0]
+@pytest.mark.parametrize("scaling", ["block", "delayed"])
+def test_the_fp8_kernel_computes_what_the_emulation_does(scaling: str) -> None:
+    problem, apart = run_ranks(fp8_kernel, 1, scaling=scaling)[0]
     if problem.startswith("no kernel"):
         pytest.skip(problem)
     assert problem == "" and max(apart) < 0.01

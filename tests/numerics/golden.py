@@ -39,6 +39,7 @@ from tests.token_sets import TokenWriter
 FILE = Path(__file__).with_suffix(".json")
 Values = dict[str, list[int] | list[float]]
 FIRST, SEEDS, STEPS = 32, (0, 1, 2**31), 10
+LENGTH = {"train.steps": STEPS, "optim.decay_steps": 30}
 SPECIALS = SpecialTokens(0, 1, 2, 3, 4, tuple(range(45, VOCAB)))
 SPEC = ModelSpec(
     vocab_size=VOCAB, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=44, max_seq_len=16
@@ -173,7 +174,11 @@ def losses(folder: Path) -> Values:
         "lora": ("answers", {"model": {"from_hf": str(base), "dropout": 0.1, "lora": LORA}, "data.format": "prompt"}),
     }
     jobs = {
-        name: {"run": str(folder / f"run {name}"), "data": str(folder / data), "changes": {"train.steps": STEPS} | more}
+        name: {
+            "run": str(folder / f"run {name}"),
+            "data": str(folder / data),
+            "changes": {"train.steps": STEPS, "optim.decay_steps": 30} | more,
+        }
         for name, (data, more) in changed.items()
     }
     run_ranks("tests.numerics.golden:walk_all", 1, jobs=list(jobs.values()))

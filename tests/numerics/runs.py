@@ -36,11 +36,11 @@ from phalanx.trainer.stop_request import StopRequest
 from phalanx.workload.build import build_components
 from phalanx.workload.sinks import RecordWriter
 from phalanx.workload.workload import read_model_shape
-from tests.helpers import run_ranks
+from tests.helpers import ALL, run_ranks
 from tests.token_sets import TokenWriter
 
 VOCAB = 61  # divides by none of 2, 3 and 5, so that every engine's cut of the embedding is uneven
-STEPS = 30
+STEPS = 30 if ALL else 15
 RECIPE: dict[str, dict[str, Any]] = {
     "model": {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 44, "vocab_size": VOCAB,
               "dropout": 0.1},
@@ -199,6 +199,14 @@ def state(run: Path, step: int | None = None) -> dict[str, Tensor]:
             checkpoint.read_into(name, kind, 0, out.numel(), out)
     checkpoint.close()
     return tensors
+
+
+def read_header(run: Path) -> dict[str, Any]:
+    """The header of the newest checkpoint."""
+    folder = RunPaths(run).checkpoints
+    checkpoint = Checkpoint(step_folder(folder, list_steps(folder)[0]))
+    checkpoint.close()
+    return checkpoint.header
 
 
 def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:

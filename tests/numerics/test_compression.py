@@ -16,7 +16,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.core.records import EventKind
 from phalanx.trainer import train_rank
-from tests.helpers import ALL, run_ranks
+from tests.helpers import run_ranks, some
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, farthest, walk
 from tests.numerics.test_rank_layout import assert_same
@@ -64,16 +64,16 @@ def on_two_nodes(placement: Placement, run: str, data: str, changes: dict[str, A
             loop.setup.components.engine.close()
 
 
-@pytest.mark.parametrize(("ranks", "compress"), [(2, "int8"), (4, "bf16"), *([(4, "int8")] * ALL)])
+@pytest.mark.parametrize(("ranks", "compress"), some([(2, "int8"), (4, "bf16"), (4, "int8")], 0))
 def test_interrupted_it_goes_on_bit_by_bit(
     ranks: int, compress: str, alone: Outcome, tokens: Path, tmp_path: Path
 ) -> None:
     changes = {"comm.compress": compress, "parallel.zero": 2, "train.micro_batch": 2, "train.dtype": "fp32"}
-    for name, stops in (("whole", [30]), ("in two", [13, 30])):
+    for name, stops in (("whole", [runs.STEPS]), ("in two", [runs.STEPS // 2, runs.STEPS])):
         for steps in stops:
             arguments = {"run": str(tmp_path / name), "data": str(tokens), "changes": changes | {"train.steps": steps}}
             assert run_ranks(on_two_nodes, ranks, timeout_s=240, **arguments) == [0] * ranks
-    assert [event["step"] for event in runs.events(tmp_path / "in two", EventKind.RESUMED)] == [13]
+    assert [event["step"] for event in runs.events(tmp_path / "in two", EventKind.RESUMED)] == [runs.STEPS // 2]
     assert not runs.events(tmp_path / "whole", EventKind.WARNING)
     whole, in_two = runs.outcome(tmp_path / "whole"), runs.outcome(tmp_path / "in two")
     assert whole.losses == in_two.losses

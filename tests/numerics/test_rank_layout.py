@@ -11,9 +11,10 @@ import pytest
 
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from tests.numerics.runs import RECIPE, Outcome, distance, farthest, walk
+from tests.helpers import some
+from tests.numerics.runs import RECIPE, STEPS, Outcome, distance, farthest, walk
 
-EXACT = 1e-9  # float64: what is left is the order of additions, and what 30 steps of Adam make of it
+EXACT = 1e-9  # float64: what is left is the order of additions, and what the steps of Adam make of it
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -29,14 +30,14 @@ def assert_same(other: Outcome, alone: Outcome, tolerance: float = EXACT) -> Non
 
 def test_the_curve_learns_and_clips_now_and_then(alone: Outcome) -> None:
     # What the comparisons below would not notice: a run in which nothing happens is the same everywhere.
-    assert len(alone.losses) == 30
-    assert alone.losses[-1] < alone.losses[0] - 1
+    assert len(alone.losses) == STEPS
+    assert alone.losses[-1] < alone.losses[0] - 0.5
     limit = RECIPE["optim"]["clip_norm"]
     assert min(alone.norms) < limit < max(alone.norms)
     assert len(alone.evaluations) == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", some([2, 3, 5], 0, 2))
 def test_ranks_in_float64(ranks: int, alone: Outcome, tokens: Path, tmp_path: Path) -> None:
     assert_same(walk(ranks, tmp_path, tokens), alone)
 
@@ -85,7 +86,7 @@ def alone_in_fp32(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Out
     return walk(1, tmp_path_factory.mktemp("alone-fp32"), tokens, train__dtype="fp32")
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", some([2, 3, 5], 1))
 def test_the_curve_in_fp32(ranks: int, alone_in_fp32: Outcome, tokens: Path, tmp_path: Path) -> None:
     other = walk(ranks, tmp_path, tokens, train__dtype="fp32")
     apart = farthest(other.losses, alone_in_fp32.losses)

@@ -23,12 +23,12 @@ from phalanx.layout.balance import Division
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.tasks.task import Batch, Task
 from phalanx.trainer import train_rank
-from tests.helpers import ALL, run_ranks
-from tests.numerics.runs import Outcome, events, job, loop_of, on_one_thread, outcome, same_bits, state, walk
+from tests.helpers import ALL, run_ranks, some
+from tests.numerics.runs import STEPS, Outcome, events, job, loop_of, on_one_thread, outcome, same_bits, state, walk
 from tests.numerics.test_rank_layout import assert_same
 
 PAUSE_S = 0.01  # for a sequence, at speed 1
-LENGTH = 30 if ALL else 8
+LENGTH = 30 if ALL else 5
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def few(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return walk(1, tmp_path_factory.mktemp("few"), tokens, train__steps=LENGTH)
 
 
-@pytest.mark.parametrize("proportions", [[2, 1], [3, 1, 1], [5, 2, 0]])
+@pytest.mark.parametrize("proportions", some([[2, 1], [3, 1, 1], [5, 2, 0]], 2))
 def test_given_shares(proportions: list[int], alone: Outcome, tokens: Path, tmp_path: Path) -> None:
     shares = balance.scale_division(8, Division(tuple(proportions), 1), [8] * len(proportions)).shares
     assert_same(walk(len(shares), tmp_path, tokens, shares=shares, train__micro_batch=5), alone)
@@ -148,7 +148,7 @@ def test_shares_that_change_at_every_step(alone: Outcome, tokens: Path, tmp_path
     assert run_ranks(changing, 3, timeout_s=240, run=str(tmp_path), data=str(tokens), shares=turns) == [0] * 3
     assert_same(outcome(tmp_path), alone)
     walked = [record["shares"] for record in read_steps(RunPaths(tmp_path).metrics)]
-    assert walked == [[3, 3, 2], *itertools.islice(itertools.cycle(turns), 29)]
+    assert walked == [[3, 3, 2], *itertools.islice(itertools.cycle(turns), STEPS - 1)]
 
 
 @dataclass

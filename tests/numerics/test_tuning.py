@@ -15,6 +15,7 @@ from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.data.packing import PackedRows, PackingOptions
 from phalanx.data.record_files import TokenFile
+from tests.helpers import some
 from tests.numerics.runs import VOCAB, Outcome, events, same_bits, walk
 from tests.numerics.test_rank_layout import assert_same
 from tests.token_sets import TokenWriter
@@ -65,7 +66,7 @@ def test_the_run_is_as_hard_as_it_claims(tuned: tuple[Outcome, Path], tuning: Pa
     assert all("documents are longer than data.seq_len 16 and are cut" in message for message in said)
 
 
-@pytest.mark.parametrize(("ranks", "shares"), [(2, [7, 1]), (3, None), (5, [3, 0, 2, 2, 1])])
+@pytest.mark.parametrize(("ranks", "shares"), some([(2, [7, 1]), (3, None), (5, [3, 0, 2, 2, 1])], 0, 2))
 def test_ranks_and_shares(
     ranks: int, shares: list[int] | None, tuned: tuple[Outcome, Path], tuning: Path, tmp_path: Path
 ) -> None:

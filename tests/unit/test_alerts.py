@@ -18,6 +18,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
+from phalanx.cli.dashboard import _list_clusters
 from phalanx.config.operations import ReportSection
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import RunPaths
@@ -87,16 +88,32 @@ def test_what_a_user_has_to_know_is_an_alert(paths: RunPaths, kind: str, details
     assert run.clock_moves and find_alerts(run, "runs/a run", BEGAN + 11)[0].key == found.key
 
 
+USED_UP = "no spare node is left: a further loss shrinks the run or ends it"
+
+
 def test_a_lost_node_and_the_last_spare(paths: RunPaths) -> None:
     append(paths.metrics, step(1))
     event(paths, "node_lost", 9, node=1, host="n1", reason="silent")
-    assert texts(paths) == [
-        "node 1 (n1) was lost: silent", "the last spare node replaces it: a further loss shrinks the run or ends it",
-    ]  # fmt: skip
+    assert texts(paths) == ["node 1 (n1) was lost: silent", USED_UP]
     event(paths, "node_lost", 10, node=2, host="n2", reason="silent")
     assert len(texts(paths)) == 3
     event(paths, "run_started", 11, hosts=["n0"], steps=100)  # another start: what was before is over
     assert texts(paths) == []
+
+
+def test_a_node_that_leaves_is_told_of_once_and_uses_a_spare_up(paths: RunPaths) -> None:
+    """At its notice, not when it has gone; a node that comes instead is a spare again, which may leave as well."""
+    append(paths.metrics, step(1))
+    event(paths, "node_leaving", 9, node=1, host="n1", reason="a spot notice")
+    told = ["node 1 (n1) will soon be gone: a spot notice", USED_UP]
+    assert texts(paths) == told
+    event(paths, "node_lost", 12, node=1, host="n1", reason="it left")
+    assert texts(paths) == told
+    event(paths, "node_joined", 13, node=1, host="n3", ranks=1)
+    assert texts(paths) == told
+    event(paths, "node_lost", 14, node=1, host="n3", reason="silent")
+    assert texts(paths) == [*told, "node 1 (n3) was lost: silent", USED_UP]
+    assert len({alert.key for alert in find_alerts(read_run_history(paths), "runs/a run", BEGAN + 20)}) == 4
 
 
 def test_silence_is_told_of_after_the_first_step(paths: RunPaths) -> None:
@@ -146,6 +163,7 @@ def hook() -> Iterator[tuple[str, list[tuple[float, dict[str, Any]]], list[int]]
 OBSERVE = """
 import json, sys
 from pathlib import Path
+from phalanx.cli.dashboard import _list_clusters
 from phalanx.config.operations import ReportSection
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch.observer import Observer
@@ -184,7 +202,7 @@ def test_an_alert_is_sent_once_and_its_url_stands_nowhere(paths: RunPaths, tmp_p
         == "*a run*: node 1 (&lt;n1&gt;) was lost: silent\n`phalanx nodes --run '" + str(paths.root) + "'`"
     )
     assert [text.split("\n")[0] for text in said[2:]] == [
-        "*a run*: the last spare node replaces it: a further loss shrinks the run or ends it",
+        "*a run*: no spare node is left: a further loss shrinks the run or ends it",
         "*a run*: finished after step 100",
     ]
     assert received[-1][0] - written < 20  # 3 s on a machine that is not busy
@@ -315,6 +333,36 @@ def test_what_a_clusters_monitors_found_is_served(tmp_path: Path) -> None:
     assert 'phalanx_host_health{cluster="lab",node="n3"} 0.0' in found
     assert 'phalanx_host_health{cluster="",node="n0"} 4.0' in found and found.count("HELP phalanx_host_health") == 1
     assert 'phalanx_cluster_node_usable{cluster="lab",node="n1"} 1.0' in found
+
+
+@pytest.mark.parametrize(("name", "controller", "served"), [("lab", "head-1", {"lab"}), ("lab", "other", {"lab", ""})])
+def test_the_slurm_of_this_machine_is_served_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, controller: str, served: set[str]
+) -> None:
+    said = {"squeue": "main|RUNNING", "sinfo": "n1|idle|none"}
+    said["scontrol"] = f"Configuration data as of now\nClusterName  = {name}\nSlurmctldHost[0] = {controller}(10.0.0.1)"
+    for program, text in said.items():
+        (tmp_path / program).write_text(f"#!/bin/sh\ncat <<'.'\n{text}\n.\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    class Lab:
+        name = "lab"
+
+        def describe(self) -> dict[str, Any]:
+            return {}
+
+        def nodes(self) -> list[dict[str, str]]:
+            return [{"node": "head-1", "slurm": ""}, {"node": "n1", "slurm": "IDLE"}]
+
+        def command(self, words: list[str]) -> list[str]:
+            return words
+
+    registry = CollectorRegistry()
+    sources = _list_clusters(True, Lab())  # type: ignore[arg-type]
+    registry.register(prometheus_cluster.ClusterCollector(sources, tmp_path / "none"))
+    found = generate_latest(registry).decode()
+    assert set(re.findall(r'node_usable{cluster="(\w*)",node="n1"} 1', found)) == served
 
 
 def test_a_cluster_that_is_slow_to_read_holds_up_no_scrape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ needs_nodes = pytest.mark.skipif(lab.why_not() is not None, reason="needs networ
 
 
 @needs_nodes
+@pytest.mark.skipif(not ALL, reason="it takes half a minute of slowed-down cores: `make test-all` runs it")
 def test_runs_what_is_planned_and_compares_steps_and_bytes() -> None:
     ((outcome,),) = run_ranks(here, 1, timeout_s=280)
     *timed, held = outcome["rows"]

@@ -17,7 +17,7 @@ import pytest
 from phalanx.core.run_paths import RunPaths
 from phalanx.dashboard import log_files
 from phalanx.dashboard.poller import FIRST_BYTES, RUNS, Poller
-from phalanx.dashboard.run_curves import POINTS, RunCurves, choose_points
+from phalanx.dashboard.run_curves import POINTS, CurvePoints, RunCurves, choose_points
 from phalanx.dashboard.server import DashboardServer, make_app
 from phalanx.elastic.supervisor import node_requests
 from phalanx.provision import cluster_view
@@ -288,7 +288,7 @@ def test_the_points_of_a_long_run_are_its_extremes(tmp_path: Path, seed: int) ->
                 json.dumps({"step": step, "attempt": 1, "loss": loss, "step_s": draw.random(), "time": step}) + "\n"
             )
     index = RunIndex(paths)
-    curves = RunCurves(index)
+    curves = RunCurves(index, CurvePoints(index))
     while index.poll(200_000):
         curves.update()
     curves.update()

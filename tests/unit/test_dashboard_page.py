@@ -4,10 +4,7 @@ import functools
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +12,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.dashboard import BROWSER, DRIVER, browsing, serving
 from phalanx.core.run_paths import RunPaths
-from tests.helpers import ROOT
+from phalanx.report.gpu_samples import gpu_samples_path
 from tests.unit.test_run_index import append, write_life
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="there is no chromium with its driver")
@@ -36,46 +32,26 @@ def address(tmp_path: Path) -> Iterator[str]:
             append(path, record)
         append(paths.events, {"kind": "warning", "time": time.time(), "attempt": 1, "message": HOSTILE})
         paths.config.write_text(f"train:\n  steps: {100 * seed}\n  seed: 3\nmodel:\n  preset: '{HOSTILE}'\n")
+        for node, before_s in enumerate((5000, 0)):
+            gpus = [{"index": 0, "name": "H100", "temperature_c": 50}]
+            line = {"time": time.time() - before_s, "host": f"n{node}", "gpus": gpus}
+            append(gpu_samples_path(paths, node), line)
         paths.log(1, 0).write_text(f"begin\n{HOSTILE}\n\x1b[31mError: it died\x1b[0m\n" + "step\n" * 400)
-    command = [sys.executable, "-m", "phalanx", "dashboard", str(tmp_path / "runs"), "--port", "0", "--allow-actions"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as server:
-        assert server.stdout is not None
-        said = server.stdout.readline()
-        try:
-            yield re.search(r"http://\S+", said)[0]  # type: ignore[index]
-        finally:
-            server.send_signal(signal.SIGINT)
-            rest, _ = server.communicate(timeout=30)
-            assert "Traceback" not in rest and "/static" not in rest, rest
+    with serving(tmp_path / "runs", tmp_path / "dashboard.txt", "--allow-actions") as server:
+        yield server.url
+        os.kill(server.command.pid, signal.SIGINT)
+        wait(server.command.over, "the server's end")
+        said = server.command.output.read_text()
+        assert "Traceback" not in said and "/static" not in said, said
 
 
 @pytest.fixture
 def page(address: str) -> Iterator[Any]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(BROWSER)
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1300,1000",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
-    try:
+    with browsing() as driver:
         driver.get(address)
         yield driver
         assert driver.title != "owned"
         assert [entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
-    finally:
-        driver.quit()
 
 
 def wait(found: Callable[[], Any], what: str) -> Any:
@@ -134,6 +110,14 @@ def test_a_life_of_a_run_in_a_browser(page: Any, tmp_path: Path) -> None:
     )
     assert page.execute_script(alphas) == [pytest.approx(255 * part, abs=2) for part in (1 / 6, 1 / 2, 1, 0)]
 
+    # each GPU with the times of its own samples
+    sampled = (
+        "const cards = [...document.querySelectorAll('section')];"
+        "const card = cards.find((each) => each.querySelector('h3')?.textContent === 'GPUs');"
+        "return [...card.querySelectorAll('tbody tr')].map((row) => row.lastChild.textContent)"
+    )
+    assert len(set(page.execute_script(sampled))) == 2
+
     # by time, and back
     press("t")
     assert page.execute_script("return mode") == "time"
@@ -171,6 +155,17 @@ def test_a_life_of_a_run_in_a_browser(page: Any, tmp_path: Path) -> None:
     page.execute_script("location.hash = '#/compare/' + arguments[0].join(',')", ids)
     wait(lambda: "train.steps" in text() and "Comparison of 2 runs" in text(), "the differences of two recipes")
     assert "train.seed" not in text() and count(".plot") >= 3
+
+    # two of one name are called by their folders, and one of them is switched off: its points and their smoothed curve
+    same = (
+        "store.runs = store.runs.map((run) => ({ ...run, name: 'same' }));"
+        "for (const [i, folder] of ['/x/a/same', '/x/b/same'].entries()) of(page.ids[i]).facts.folder = folder;"
+        "page.key = ''; page.update(); document.querySelector('.keys button').click();"
+        "const off = page.curves({ id: 'loss', column: 'smooth' }).filter((each) => each.off);"
+        "const named = [...document.querySelector('.keys').children].map((each) => each.textContent);"
+        "return [named, off.map((each) => each.name)]"
+    )
+    assert page.execute_script(same) == [["a/same", "b/same"], ["a/same"] * 2]
 
     # a run that is not there, or not running, cannot be stopped; narrow and dark pages fit
     page.execute_script("location.hash = '#/run/0123456789ab'")

@@ -27,6 +27,8 @@ CASES: list[tuple[int, int, str, int, bool, dict[str, Any]]] = [
     (1, 4, "te", 1, False, {"rope_parameters": {**LLAMA_3, "original_max_position_embeddings": 8192}}),
     (2, 1, "local", 2, False, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     (2, 2, "megatron-llama", 4, False, {}),
+    (0, 0, "torch_dist", 2, False, {"dtype": torch.bfloat16}),
+    (0, 0, "torch_dist", 4, True, {}),
 ]
 
 
@@ -36,8 +38,12 @@ def test_there_and_back(
 ) -> None:
     model = llama(kv_heads, tied, **more)
     model.save_pretrained(tmp_path / "hf")
-    export_megatron(open_hf_source(tmp_path / "hf"), tmp_path / "megatron", tensor, pipeline, layout)
-    assert len(list((tmp_path / "megatron" / "release").iterdir())) == tensor * pipeline
+    if layout == "torch_dist":
+        export_megatron(open_hf_source(tmp_path / "hf"), tmp_path / "megatron", ckpt_format=layout)
+        assert len(list((tmp_path / "megatron" / "release").glob("*.distcp"))) == LAYERS + (2 if tied else 3) + 1
+    else:
+        export_megatron(open_hf_source(tmp_path / "hf"), tmp_path / "megatron", tensor, pipeline, layout)
+        assert len(list((tmp_path / "megatron" / "release").iterdir())) == tensor * pipeline
     found = import_megatron(tmp_path / "megatron", tmp_path / "back")
     assert found.dtype == model.dtype
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=model.dtype).eval()
@@ -57,11 +63,11 @@ def test_a_folder_of_two_types_keeps_all_digits(tmp_path: Path) -> None:
     assert torch.equal(MegatronCheckpoint(tmp_path / "megatron").tensor("head.norm.weight"), norm)
 
 
-def core_logits(placement: Any, folder: str) -> list[float]:
-    """What Megatron-core's own model computes with a rank's file."""
+def core_logits(placement: Any, folder: str) -> tuple[list[float], list[float]]:
+    """What Megatron-core's own model computes with a rank's file, and with what its reader takes from `torch_dist`."""
     init = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=init, rank=placement.rank, world_size=placement.world)
-    from megatron.core import parallel_state
+    from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import random
@@ -91,11 +97,25 @@ def core_logits(placement: Any, folder: str) -> list[float]:
     wrong = model.load_state_dict({name: found.load() for name, found in file.chunks[0].items()}, strict=False)
     assert not wrong.unexpected_keys and all(name.endswith("_extra_state") for name in wrong.missing_keys), wrong
     mask = torch.ones(1, 1, TOKENS.shape[1], TOKENS.shape[1]).triu(1).bool()
-    with torch.no_grad():
-        logits = model(TOKENS, torch.arange(TOKENS.shape[1])[None].expand_as(TOKENS), mask)
+
+    def compute() -> list[float]:
+        with torch.no_grad():
+            logits = model(TOKENS, torch.arange(TOKENS.shape[1])[None].expand_as(TOKENS), mask)
+        numbers: list[float] = logits[..., : args["vocab_size"]].flatten().tolist()
+        return numbers
+
+    by_ranks = compute()
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    loaded = dist_checkpointing.load(
+        {"model": model.sharded_state_dict(metadata={"singleton_local_shards": False})},
+        str(Path(folder, "dist", "release")), strict="raise_unexpected",
+    )  # fmt: skip
+    assert vars(loaded["args"])["num_layers"] == args["num_layers"] and loaded["iteration"] == 0
+    model.load_state_dict(loaded["model"])
+    dist_logits = compute()
     dist.destroy_process_group()
-    numbers: list[float] = logits[..., : args["vocab_size"]].flatten().tolist()
-    return numbers
+    return by_ranks, dist_logits
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
@@ -103,10 +123,12 @@ def test_megatron_core_computes_the_same(tmp_path: Path) -> None:
     model = llama(2)
     model.save_pretrained(tmp_path / "hf")
     export_megatron(open_hf_source(tmp_path / "hf"), tmp_path / "megatron", 2, 1, "local")
+    export_megatron(open_hf_source(tmp_path / "hf"), tmp_path / "dist", ckpt_format="torch_dist")
     with torch.no_grad():
         wanted = model(TOKENS).logits
-    for numbers in run_ranks(core_logits, 2, folder=tmp_path):
-        torch.testing.assert_close(torch.tensor(numbers).view_as(wanted), wanted, rtol=1e-4, atol=1e-4)
+    for by_ranks, dist_logits in run_ranks(core_logits, 2, folder=tmp_path):
+        torch.testing.assert_close(torch.tensor(by_ranks).view_as(wanted), wanted, rtol=1e-4, atol=1e-4)
+        assert dist_logits == by_ranks
 
 
 def test_what_megatron_cannot_take_is_one_sentence(tmp_path: Path) -> None:
@@ -122,6 +144,8 @@ def test_what_megatron_cannot_take_is_one_sentence(tmp_path: Path) -> None:
     assert f"has {LAYERS} layers, which 3 stages cannot share" in refusal(tmp_path / "hf", 1, 3)
     assert "none of which Megatron-LLaMA computes" in refusal(tmp_path / "hf", 1, 1, "megatron-llama")
     assert "--layout x is not known" in refusal(tmp_path / "hf", 1, 1, "x")
+    assert "--ckpt-format zarr is not known" in refusal(tmp_path / "hf", 1, 1, "te", "zarr")
+    assert "has whole tensors, which Megatron divides" in refusal(tmp_path / "hf", 2, 1, "te", "torch_dist")
     qwen = transformers.Qwen2Config(
         vocab_size=90, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=HEADS,
         num_key_value_heads=2, max_position_embeddings=64,

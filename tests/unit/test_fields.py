@@ -1177,6 +1177,8 @@ CASES: dict[str, Case] = SLURM | KUBERNETES | {
         {"train.dtype": "fp16", "train.loss_scale": 4.0}, equal("loss_scale", [4.0] * 3, [65536.0] * 3), beside="fp16"
     ),
     "train.fp8": Case({"train.fp8": "block"}, curve),
+    "train.fp8_history": Case({"train.fp8": "delayed", "train.fp8_history": 1}, updates, beside="delayed"),
+    "train.fp8_margin": Case({"train.fp8": "delayed", "train.fp8_margin": 2}, updates, beside="delayed"),
     "train.loss_scale_growth_interval": Case(
         {"train.dtype": "fp16", "train.loss_scale_growth_interval": 1},
         equal("loss_scale", [65536.0, 131072.0, 262144.0], [65536.0] * 3),
@@ -1316,6 +1318,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
         ("latent", "walk", LATENT),
         ("corrected", "walk", _groups(balance="bias")),
     ]
+    asked += [("delayed", "walk", {"train.fp8": "delayed"})]
     asked += [("fp16", "walk", {"train.dtype": "fp16"}), ("sgd", "walk", SGD), ("wsd", "walk", WSD)]
     asked += [("polynomial", "walk", {"optim.schedule": "polynomial"}), ("masked", "walk", MASKED)]
     asked += [("tag", "walk", TAG), ("classify", "walk", CLASSIFY)]

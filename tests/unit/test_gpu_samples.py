@@ -8,6 +8,7 @@ from typing import Any
 from phalanx.core.json_lines import read_lines
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
+from phalanx.dashboard.run_curves import CurvePoints
 from phalanx.dashboard.run_view import RunView, thin
 from phalanx.health.findings import DeviceInfo
 from phalanx.health.gpu import Gpu, GpuMemoryErrors, GpuReading
@@ -82,7 +83,7 @@ def test_the_page_gets_a_few_points_the_newest_among_them(tmp_path: Path) -> Non
     index = RunIndex(write_run(tmp_path))
     while index.poll():
         continue
-    sections, _ = RunView(index).update(2000.0, None, [])
+    sections, _ = RunView(index, CurvePoints(index)).update(2000.0, None, [])
     first, second, *_ = sections["gpus"]
     assert first["temperature"][-1] == 59 and len(first["temperature"]) <= 48 and first["corrected"] == 119
     assert second["lost"] and second["power"][-1] is None

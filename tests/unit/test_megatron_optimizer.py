@@ -1,12 +1,7 @@
-"""Adam's state goes to Megatron and back bit for bit, on any ranks and stages; Megatron-core writes the same files."""
+"""Adam's state goes to Megatron and back bit for bit, on any ranks and stages."""
 
 import argparse
-import contextlib
-import importlib.util
-import os
-import queue
 import re
-import shutil
 import weakref
 from collections import defaultdict
 from dataclasses import replace
@@ -15,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dist_checkpoint
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from phalanx.checkpoint.disk.load import find_newest_valid
-from phalanx.cli.convert import convert_command, find_decay_style
+from phalanx.cli.convert import Format, convert_command, find_decay_style
 from phalanx.compat.convert import convert_checkpoint
 from phalanx.compat.megatron.export import MegatronSource, export_megatron
-from phalanx.compat.megatron.files import MODEL_FILES, rank_files, read_file
+from phalanx.compat.megatron.files import rank_files, read_file
 from phalanx.compat.megatron.import_folder import open_megatron
 from phalanx.compat.megatron.optimizer_state import OPTIMIZER_FILE, AdamSettings, lay_out_buffer, read_states
 from phalanx.compat.megatron.torch_dist import COMMON, _add
@@ -34,7 +27,6 @@ from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.llama import Llama
 from phalanx.models.user_model import shapes_of
-from tests.helpers import ALL, run_ranks
 
 SPEC = ModelSpec(
     vocab_size=200, hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, intermediate=48, max_seq_len=64, norm_eps=1e-6
@@ -60,11 +52,13 @@ def source_of(spec: ModelSpec) -> tuple[MegatronSource, dict[tuple[str, str], Te
 
 @pytest.mark.parametrize(
     ("tensor", "stages", "layout", "tied"),
-    [(2, [1, 3], "te", False), (1, 1, "local", True), (2, [1, 1, 2], "local", True), (1, [2, 1, 1], "te", False)],
-)
+    [(2, [1, 3], "te", False), (1, 1, "local", True), (2, [1, 1, 2], "local", True), (1, [2, 1, 1], "te", False),
+     (1, 1, "torch_dist", True), (1, 1, "torch_dist", False)],
+)  # fmt: skip
 def test_there_and_back(tensor: int, stages: Any, layout: str, tied: bool, tmp_path: Path) -> None:
     source, state = source_of(replace(SPEC, tie_embeddings=tied))
-    export_megatron(source, tmp_path / "megatron", tensor, stages, layout)
+    named = ("te", layout) if layout == "torch_dist" else (layout,)
+    export_megatron(source, tmp_path / "megatron", tensor, stages, *named)
     assert (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "7"
     found = open_megatron(tmp_path / "megatron", moments=True)
     assert found.has_moments and found.step == 7 and found.model.spec == source.spec and found.read_master
@@ -81,6 +75,23 @@ def test_there_and_back(tensor: int, stages: Any, layout: str, tied: bool, tmp_p
         held = torch.empty(wanted.numel())
         checkpoint.read_into(name, kind, 0, held.numel(), held)
         assert torch.equal(held.view_as(wanted), wanted), (name, kind)
+
+
+def test_no_more_than_a_file_of_a_distributed_checkpoint_is_held(tmp_path: Path) -> None:
+    source, state = source_of(SPEC)
+    given: list[tuple[tuple[str, str], weakref.ref[Tensor]]] = []
+
+    def read(name: str, kind: str, rows: slice) -> Tensor:
+        found = source.read(name, kind, rows)
+        layer = re.match(r"layers\.\d+", name)
+        own = layer[0] if layer else name, kind
+        held = {other for other, each in given if each() is not None}
+        assert len(held - {own}) <= 1, (own, held)  # the last file's, until the next begins
+        given.append((own, weakref.ref(found)))
+        return found
+
+    export_megatron(replace(source, read=read), tmp_path / "megatron", ckpt_format="torch_dist")
+    assert len(given) == len(state) * 4 / 3  # as weights and as the three kinds
 
 
 def test_no_more_than_a_file_and_what_a_part_is_cut_from_is_held(tmp_path: Path) -> None:
@@ -111,7 +122,9 @@ def test_a_schedule_has_megatrons_name_or_is_refused(tmp_path: Path) -> None:
         find_decay_style(OptimSection(schedule="polynomial", power=2.0), tmp_path)
 
 
-@pytest.mark.parametrize("option", [{"tensor": 2}, {"pipeline": 2}, {"layers_per_stage": "1,1"}])
+@pytest.mark.parametrize(
+    "option", [{"tensor": 2}, {"pipeline": 2}, {"layers_per_stage": "1,1"}, {"ckpt_format": Format.torch_dist}]
+)
 def test_ranks_are_for_megatron_alone(option: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="are for --to megatron; remove them, or add that"):
         convert_command(tmp_path / "a", tmp_path / "b", **option)
@@ -200,150 +213,3 @@ def test_a_distributed_checkpoint_has_the_same_and_is_read_once(
     with pytest.raises(ConfigError, match="a model of 999999999 layers"):
         _add(read, "decoder.layers.x", "decoder.layers.x", argparse.Namespace(
             size=(999999999,), properties=argparse.Namespace(dtype=torch.float32)), {})  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------ the same by Megatron-core
-
-
-class _OnCpu(TorchFunctionMode):
-    """Megatron-core asks for CUDA devices by name."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
-
-
-def save_by_megatron_core(placement: Any, folder: str, tensor: int, stages: int) -> None:
-    """A model of Megatron-core with its distributed optimizer after two updates, in both of its formats."""
-    init = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=init, rank=placement.rank, world_size=placement.world)
-    type_of = Tensor.type
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda *_: None
-    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
-    Tensor.type = (  # type: ignore[assignment, method-assign]
-        lambda self, *args, **more: (
-            type_of(self, *args, **more)
-            if args or more
-            else type_of(self).replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.")
-        )
-    )
-    from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.module import Float16Module
-
-    filesystem_async._get_write_results_queue = lambda *_: queue.Queue()
-    random.get_cuda_rng_tracker().fork = lambda name="": contextlib.nullcontext()
-    with _OnCpu():
-        parallel_state.initialize_model_parallel(tensor, stages)
-        args = argparse.Namespace(
-            num_layers=SPEC.layers, hidden_size=SPEC.hidden, ffn_hidden_size=SPEC.intermediate, vocab_size=256,
-            num_attention_heads=SPEC.heads, num_query_groups=SPEC.kv_heads, kv_channels=SPEC.head_dim, swiglu=True,
-            group_query_attention=True, max_position_embeddings=64, padded_vocab_size=256, norm_epsilon=1e-6,
-            layernorm_epsilon=1e-6, untie_embeddings_and_output_weights=True, add_bias_linear=False,
-            normalization="RMSNorm", position_embedding_type="rope", rotary_base=10000, data_parallel_size=1,
-            tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages,
-        )  # fmt: skip
-        config = TransformerConfig(
-            num_layers=SPEC.layers, hidden_size=SPEC.hidden, ffn_hidden_size=SPEC.intermediate, bf16=True,
-            num_attention_heads=SPEC.heads, num_query_groups=SPEC.kv_heads, kv_channels=SPEC.head_dim,
-            use_cpu_initialization=True, add_bias_linear=False, gated_linear_unit=True, normalization="RMSNorm",
-            activation_func=torch.nn.functional.silu, layernorm_epsilon=1e-6, tensor_model_parallel_size=tensor,
-            pipeline_model_parallel_size=stages, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
-            bias_activation_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
-            apply_rope_fusion=False, persist_layer_norm=False,
-            num_layers_in_first_pipeline_stage=1 if stages > 1 else None,
-        )  # fmt: skip
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        model = Float16Module(config, GPTModel(
-            config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=256, max_sequence_length=64,
-            position_embedding_type="rope", share_embeddings_and_output_weights=False, pre_process=stage == 0,
-            post_process=stage == stages - 1,
-        ))  # fmt: skip
-        ddp = DistributedDataParallel(
-            config, DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True), model
-        )
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=True, params_dtype=torch.bfloat16, clip_grad=0.0,
-                use_distributed_optimizer=True,
-            ),
-            [ddp],
-        )  # fmt: skip
-        torch.manual_seed(stage)
-        for _ in range(2):
-            for parameter in model.parameters():
-                parameter.main_grad.normal_()
-            optimizer.step()
-        name = f"mp_rank_{placement.rank % tensor:02d}" + (f"_{stage:03d}" if stages > 1 else "")
-        own = Path(folder, "classic", "iter_0000002", name)
-        own.mkdir(parents=True)
-        content = {"args": args, "checkpoint_version": 3.0, "iteration": 2, "optimizer": optimizer.state_dict()}
-        torch.save(content | {"model": ddp.state_dict_for_save_checkpoint()}, own / MODEL_FILES[0])
-        optimizer.save_parameter_state(str(own / OPTIMIZER_FILE))
-        for kind, more in (("fully_reshardable", {}), ("dp_reshardable", {"singleton_local_shards": True})):
-            metadata = {"distrib_optim_sharding_type": kind, **more}
-            state = {"args": args, "iteration": 2, "model": model.sharded_state_dict(metadata=metadata)}
-            state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata=metadata)
-            os.makedirs(Path(folder, kind), exist_ok=True)
-            dist.barrier()
-            dist_checkpointing.save(state, str(Path(folder, kind)))
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(
-    not ALL or importlib.util.find_spec("megatron") is None, reason="imports megatron-core on each rank"
-)
-@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)])
-def test_megatron_core_writes_the_same(tensor: int, stages: int, tmp_path: Path) -> None:
-    run_ranks(save_by_megatron_core, 2, timeout_s=500, folder=tmp_path, tensor=tensor, stages=stages)
-    classic = open_megatron(tmp_path / "classic" / "iter_0000002", moments=True)
-    whole = open_megatron(tmp_path / "fully_reshardable", moments=True)
-    parts = open_megatron(tmp_path / "dp_reshardable", moments=True)
-    spec = replace(SPEC, vocab_size=256)
-    assert classic.model.spec == whole.model.spec == parts.model.spec == spec
-    assert classic.step == whole.step == 2 and not parts.has_moments and classic.read_master and whole.read_master
-    for name in shapes_of(Llama, spec):
-        wanted = classic.read(name, "param")
-        assert wanted.float().std() > 0 and wanted.dtype == torch.bfloat16
-        assert torch.equal(whole.read(name, "param"), wanted) and torch.equal(parts.read(name, "param"), wanted)
-        assert torch.equal(whole.read_master(name), classic.read_master(name)), name
-        for kind in KINDS[1:]:
-            assert torch.equal(whole.read(name, kind), classic.read(name, kind)), (name, kind)
-
-    def read(name: str, kind: str, rows: slice) -> Tensor:
-        assert whole.read_master
-        return (whole.read_master(name) if kind == "param" else whole.read(name, kind))[rows].clone()
-
-    source = MegatronSource("core", spec, read, torch.bfloat16, adam=replace(ADAM, step=2))
-    export_megatron(source, tmp_path / "ours", tensor, [1, 3] if stages > 1 else 1, "local")
-    for row in rank_files(tmp_path / "ours" / "iter_0000002"):
-        for path in row:
-            theirs = tmp_path / "classic" / "iter_0000002" / path.parent.name
-            ours, core = (torch.load(each, weights_only=False) for each in (path, theirs / path.name))
-            kept = {name: found for name, found in core["model"].items() if isinstance(found, Tensor)}
-            assert list(ours["model"]) == list(kept)
-            assert all(torch.equal(ours["model"][name], found) for name, found in kept.items())
-            for group in core["optimizer"]["optimizer"]["param_groups"]:
-                same = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-                matches = [
-                    each
-                    for each in ours["optimizer"]["optimizer"]["param_groups"]
-                    if all(each[key] == group[key] for key in same)
-                ]
-                assert len(matches) == 1 and matches[0]["step"] == group["step"] == 2
-            mine, other = (torch.load(each.parent / OPTIMIZER_FILE) for each in (path, theirs / path.name))
-            assert mine.keys() == other.keys() and mine[0].keys() == other[0].keys()
-            ((buffers,), (core_buffers,)) = mine[0].values(), other[0].values()
-            assert buffers.keys() == core_buffers.keys()
-            assert buffers["numel_unpadded"] == core_buffers["numel_unpadded"]
-            assert all(torch.equal(buffers[kind], core_buffers[kind]) for kind in KINDS)
-    shutil.rmtree(tmp_path / "ours")

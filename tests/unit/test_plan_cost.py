@@ -898,16 +898,18 @@ def test_even_parts_differ_by_one_at_most(total: int, parts: int) -> None:
     assert sum(found) == total and len(found) == parts and max(found) - min(found) <= 1
 
 
-def test_fp8_blocks_are_faster_where_a_kernel_multiplies_them() -> None:
+def test_fp8_is_faster_where_a_kernel_multiplies_it() -> None:
     wide = replace(SMALL, hidden=8192, ffn=28672, heads=64, kv_heads=8, seq_len=4096)
     choice = LayoutChoice(micro_batch=1)
-    for name, faster in (("H100", True), ("A100", False), ("L40S", False)):
-        kind = find_kind(name)
-        plain, fp8 = (
-            compute_cost.block_pass(replace(wide, fp8_blocks=blocks), kind, choice, 1.0, CostConstants())
-            for blocks in (False, True)
+    for name, *faster in (("H100", True, True), ("A100", False, False), ("L40S", False, True)):
+        plain, *found = (
+            compute_cost.block_pass(replace(wide, **fp8), find_kind(name), choice, 1.0, CostConstants())
+            for fp8 in ({}, {"fp8_blocks": True}, {"fp8_tensors": True})
         )
-        assert (fp8.forward_s < plain.forward_s) == (fp8.backward_s < plain.backward_s) == faster, name
+        assert [fp8.forward_s < plain.forward_s for fp8 in found] == faster, name
+        assert [fp8.backward_s < plain.backward_s for fp8 in found] == faster, name
+        if all(faster):  # gradients of weights are in FP8, too
+            assert found[1].backward_s < found[0].backward_s
 
 
 def test_fp8_matrices_travel_in_a_byte() -> None:

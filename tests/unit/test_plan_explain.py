@@ -46,6 +46,7 @@ IGNORED = {
     "train.steps": "7", "train.stop_after": "3h", "train.stop_every": "5", "train.rampup_batch": "[4, 4, 64]",
     "train.epochs": "2", "train.seed": "5", "train.compile": "true", "train.eval_every": "3", "train.patience": "3",
     "train.eval_sequences": "5", "train.loss_scale": "8", "train.loss_scale_growth_interval": "7",
+    "train.fp8_history": "3", "train.fp8_margin": "1",
     "train.profile": "2-3", "train.memory_snapshot": "3", "train.tf32": "true", "train.deterministic": "true",
     "optim.lr": "1e-5", "optim.beta1": "0.5", "optim.beta2": "0.5", "optim.eps": "1e-5", "optim.weight_decay": "0.5",
     "optim.clip_norm": "3", "optim.schedule": "linear", "optim.power": "2", "optim.warmup_steps": "7",

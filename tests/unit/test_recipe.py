@@ -233,6 +233,9 @@ def test_auto_is_resolved_by_device_and_world() -> None:
         "optim.weight_decay": 0.1,
         "parallel.engine": "sharded",
     }
+    fp8 = load.build_config(tree(train={"steps": 70, "fp8": "delayed"}), "here")
+    (compiled,) = (each for each in resolve.resolve_autos(fp8, device="gpu", world=8)[1] if each[0] == "train.compile")
+    assert compiled[1] is False and "train.fp8 delayed record" in compiled[2]
     none = load.build_config(tree(train={"steps": 0}, optim={"warmup_steps": 5}), "here")
     assert resolve.resolve_autos(none, device="cpu", world=1)[0].optim.decay_steps == "auto"  # the next start decides
 
@@ -313,6 +316,10 @@ def test_what_nothing_reads_is_told() -> None:
         "resilience.rollback_steps has no effect with on_nan skip and on_spike off; set one of them to rollback, or "
         "remove resilience.rollback_steps"
     )
+    fp8 = {"fp8_history": 4, "fp8_margin": 1}
+    told = find_unused_keys(load.build_config(tree(train=fp8 | {"fp8": "block"}), "here"))
+    assert told[1] == "train.fp8_margin has no effect with train.fp8 block; remove it, or set train.fp8=delayed"
+    assert len(told) == 2 and not find_unused_keys(load.build_config(tree(train=fp8 | {"fp8": "delayed"}), "here"))
     read = asked | {"on_spike": "rollback", "on_lost_node": ["wait"]}
     assert find_unused_keys(load.build_config(tree(resilience=read), "here"), several=True) == []
 

@@ -9,6 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.config.load import build_config
+from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import LoraSpec, ModelSpec
 from phalanx.layout.tensor_shards import (
     CUT_KINDS,
@@ -114,6 +116,19 @@ def test_slices_keep_whole_tiles_of_fp8() -> None:
     assert not find_tensor_problems(PRESETS["llama-3-70b"], 8, 4096, sequence=True, fp8=True)
     (found,) = find_tensor_problems(PRESETS["llama-3.2-1b"], 8, 4096, sequence=True, fp8=True)
     assert "model.kv_heads x model.head_dim 64 channels" in found and "set parallel.tensor=1" in found
+
+
+@pytest.mark.parametrize("fp8", ["block", "delayed", "none"])
+def test_gradients_that_are_rounded_are_whole(fp8: str) -> None:
+    """Ranks with the same key and value head have the gradients of their own queries."""
+    shape = {"hidden": 256, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 128, "vocab_size": 61}
+    shape["intermediate"] = 256
+    tree = {"model": shape, "parallel": {"tensor": 2}, "train": {"fp8": fp8}, "data": {"seq_len": 16}}
+    if fp8 == "none":
+        assert build_config(tree, "here").parallel.tensor == 2
+        return
+    with pytest.raises(ConfigError, match=f"train.fp8 {fp8} rounds the gradients of keys .* set parallel.tensor=1 or"):
+        build_config(tree, "here")
 
 
 def test_a_class_of_ones_own_is_not_cut() -> None:

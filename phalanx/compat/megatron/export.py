@@ -1,4 +1,5 @@
-"""A LLaMA as a checkpoint of Megatron's, one file for each tensor and pipeline rank, and another of Adam's state.
+"""A LLaMA as a checkpoint of Megatron's: classic (`torch`), one file for each tensor and pipeline rank, and another of
+Adam's state; or distributed (`torch_dist`), of whole tensors.
 
 The layout is that which `weights.py` reads; sources are named there. `te` and `local` are the names of Megatron-core
 with and without Transformer Engine (which joins norms with the matrix behind them), `megatron-llama` those of
@@ -8,7 +9,7 @@ Megatron-LLaMA.
 import argparse
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.compat.megatron.files import MODEL_FILES, TRACKER
+from phalanx.compat.megatron.files import MODEL_FILES, TRACKER, LazyTensor
 from phalanx.compat.megatron.optimizer_state import (
     KINDS,
     MASTER,
@@ -25,6 +26,7 @@ from phalanx.compat.megatron.optimizer_state import (
     describe_optimizer,
     pack_buffer,
 )
+from phalanx.compat.megatron.torch_dist import SHARDING, write_torch_dist
 from phalanx.compat.trained_state import PARAM
 from phalanx.core.errors import ConfigError
 from phalanx.layout.model_shape import ModelSpec, RopeScaling
@@ -34,6 +36,7 @@ from phalanx.models.hf_weights import Weights
 from phalanx.models.user_model import load_family_class, shapes_of
 
 LAYOUTS = ("te", "local", "megatron-llama")
+FORMATS = ("torch", "torch_dist")  # of Megatron's --ckpt-format
 VOCAB_MULTIPLE = 128  # Megatron's make_vocab_size_divisible_by, for each tensor rank
 _LINEAR = "linear"
 _RELEASE = "release"  # a checkpoint to begin with, of no iteration
@@ -72,45 +75,87 @@ def open_hf_source(folder: Path) -> MegatronSource:
 
 
 def export_megatron(
-    source: MegatronSource, target: Path, tensor: int = 1, pipeline: int | Sequence[int] = 1, layout: str = "te"
-) -> None:
+    source: MegatronSource, target: Path, tensor: int = 1, pipeline: int | Sequence[int] = 1, layout: str = "te",
+    ckpt_format: str = "torch",
+) -> None:  # fmt: skip
     """Write a model for `tensor` and `pipeline` ranks of Megatron's; a sequence says how many layers each stage has.
     One file is in memory at a time, as it is written, beside the matrix that a part is cut from. The vocabulary is
-    padded with zeros.
+    padded with zeros. With `ckpt_format` "torch_dist" it is for any ranks and both names of Megatron-core.
 
-    With Adam's state it is a checkpoint of that step, with `distrib_optim.pt` of the distributed optimizer; else one to
-    begin with. Raises ConfigError for a model that Megatron does not build from these arguments, for numbers of ranks
-    that do not divide it, and if `target` is not empty.
+    With Adam's state it is a checkpoint of that step, for the distributed optimizer; else one to begin with. Raises
+    ConfigError for a model that Megatron does not build from these arguments, for numbers of ranks that do not divide
+    it, and if `target` is not empty.
     """
-    spec = source.spec
+    if ckpt_format not in FORMATS:
+        raise ConfigError(f"--ckpt-format {ckpt_format} is not known; choose one of {', '.join(FORMATS)}")
+    whole = ckpt_format == "torch_dist"
+    if whole and (tensor, pipeline, layout) != (1, 1, "te"):
+        raise ConfigError(
+            "--ckpt-format torch_dist has whole tensors, which Megatron divides as it loads them, with the same names "
+            "in --layout te and local; remove --tensor, --pipeline, --layers-per-stage and --layout"
+        )
     counts = _check(source, tensor, pipeline, layout)
     parts = _RankParts(source, tensor, layout == "megatron-llama")
     args = _arguments(source, tensor, counts, layout)
     adam, step = source.adam, source.adam.step if source.adam else 0
     begin = {"args": args, "checkpoint_version": 3.0, "iteration": step}
+    begin |= describe_optimizer(adam) if adam else {}
     iteration = f"iter_{step:07d}" if adam else _RELEASE
     with new_folder(target) as temporary:
-        for stage in range(len(counts)):
-            for rank in range(tensor):
-                name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if len(counts) > 1 else "")
-                folder = temporary / iteration / name
-                folder.mkdir(parents=True)
-                rank_of = functools.partial(_stage, parts, rank=rank, stage=stage, counts=counts, layout=layout)
-                sizes = _write_model(folder, source, begin, rank_of(PARAM), layout)
-                if adam:
-                    tied = spec.tie_embeddings and len(counts) > 1
-                    _write_state(folder, source, {kind: pack_buffer(sizes, rank_of(kind), tied) for kind in KINDS})
+        if whole:
+            _write_whole(temporary / iteration, source, begin, parts)
+        else:
+            _write_ranks(temporary / iteration, source, begin, parts, tensor, counts, layout)
         (temporary / TRACKER).write_text(str(step) if adam else _RELEASE, encoding="utf-8")
         copy_tokenizer(source.tokenizer, temporary)
 
 
+def _write_whole(folder: Path, source: MegatronSource, begin: dict[str, Any], parts: "_RankParts") -> None:
+    def list_tensors(kind: str, dtype: torch.dtype) -> dict[str, LazyTensor]:
+        stage = functools.partial(_stage, kind=kind, rank=0, stage=0, counts=[layers], layout="te")
+        shapes = {name: tuple(load().shape) for name, load in stage(parts.on_meta())}
+        return {
+            name: LazyTensor(shapes[name], dtype, functools.partial(_load_as, load, dtype))
+            for name, load in stage(parts)
+        }
+
+    layers = source.spec.layers
+    states = {kind: list_tensors(kind, torch.float32) for kind in KINDS} if source.adam else {}
+    if states:
+        begin = begin | {"optimizer": begin["optimizer"] | {"param_state_sharding_type": SHARDING}}
+    write_torch_dist(folder, begin, list_tensors(PARAM, source.dtype), states, layers)
+
+
+def _load_as(load: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    return load().to(dtype)
+
+
+def _write_ranks(
+    iteration: Path, source: MegatronSource, begin: dict[str, Any], parts: "_RankParts", tensor: int,
+    counts: Sequence[int], layout: str,
+) -> None:  # fmt: skip
+    for stage in range(len(counts)):
+        for rank in range(tensor):
+            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if len(counts) > 1 else "")
+            folder = iteration / name
+            folder.mkdir(parents=True)
+            rank_of = functools.partial(_stage, parts, rank=rank, stage=stage, counts=counts, layout=layout)
+            sizes = _write_model(folder, source, begin, rank_of(kind=PARAM), layout)
+            if source.adam:
+                tied = source.spec.tie_embeddings and len(counts) > 1
+                packed = {
+                    kind: pack_buffer(sizes, ((name, load()) for name, load in rank_of(kind=kind)), tied)
+                    for kind in KINDS
+                }
+                _write_state(folder, source, packed)
+
+
 # Functions of their own, so that what is in a file is freed before the next is made.
 def _write_model(
-    folder: Path, source: MegatronSource, begin: dict[str, Any], stage: Iterable[tuple[str, Tensor]], layout: str
+    folder: Path, source: MegatronSource, begin: dict[str, Any], stage: "_Stage", layout: str
 ) -> list[tuple[str, int]]:
-    model = {name: found.to(source.dtype) for name, found in stage}
-    more = describe_optimizer(source.adam) if source.adam else {}
-    torch.save(begin | {"model": _nest(model, layout)} | more, folder / MODEL_FILES[0])
+    model = {name: load().to(source.dtype) for name, load in stage}
+    torch.save(begin | {"model": _nest(model, layout)}, folder / MODEL_FILES[0])
     return [(name, found.numel()) for name, found in model.items()]
 
 
@@ -120,13 +165,24 @@ def _write_state(folder: Path, source: MegatronSource, kinds: dict[str, Tensor])
     torch.save(content, folder / OPTIMIZER_FILE)
 
 
+_Stage = Iterator[tuple[str, Callable[[], Tensor]]]  # names and what reads the tensors
+
+
 class _RankParts:
     """The parts of our parameters, or of a kind of their state, on one tensor rank of Megatron; of rows, only those of
     the rank are read."""
 
     def __init__(self, source: MegatronSource, ranks: int, blocks: bool) -> None:
-        self.spec, self._read, self._ranks, self._blocks = source.spec, source.read, ranks, blocks
+        self._source, self.spec, self._read, self._ranks, self._blocks = source, source.spec, source.read, ranks, blocks
         self._shapes = shapes_of(load_family_class(source.spec.architecture), source.spec)
+
+    def on_meta(self) -> "_RankParts":
+        """The same without values, and without reading any."""
+        source = replace(self._source, read=self._read_nothing)
+        return _RankParts(source, self._ranks, self._blocks)
+
+    def _read_nothing(self, name: str, kind: str, rows: slice) -> Tensor:
+        return torch.empty(self._shapes[name], device="meta")[rows]
 
     def vocabulary(self, name: str, kind: str, rank: int | None) -> Tensor:
         """The rank's rows of a matrix of the vocabulary (None: all), with zeros up to a multiple of what all ranks
@@ -170,18 +226,16 @@ def padded_rows(spec: ModelSpec, ranks: int) -> int:
     return -(-spec.vocab_size // multiple) * multiple
 
 
-def _stage(
-    parts: _RankParts, kind: str, rank: int, stage: int, counts: Sequence[int], layout: str
-) -> Iterator[tuple[str, Tensor]]:
+def _stage(parts: _RankParts, kind: str, rank: int, stage: int, counts: Sequence[int], layout: str) -> _Stage:
     """What a rank of a stage has, by Megatron's names and in the order of its modules."""
-    spec, core = parts.spec, layout != "megatron-llama"
+    spec, core, bind = parts.spec, layout != "megatron-llama", functools.partial
     stack = "decoder" if core else "language_model.encoder"
     embed = "embedding.word_embeddings.weight"
     if stage == 0:
-        yield embed if core else f"language_model.{embed}", parts.vocabulary("embed.weight", kind, rank)
+        yield embed if core else f"language_model.{embed}", bind(parts.vocabulary, "embed.weight", kind, rank)
     first = sum(counts[:stage])
     for own, layer in enumerate(range(first, first + counts[stage])):
-        place = f"{stack}.layers.{own}"
+        place, ours = f"{stack}.layers.{own}", f"layers.{layer}"
         qkv, o, fc1, fc2 = (
             ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
             if core
@@ -194,24 +248,24 @@ def _stage(
             "local": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
             "megatron-llama": ("input_layernorm.weight", "post_attention_layernorm.weight"),
         }[layout]
-        norm = f"{place}.{norms[0]}", parts.whole(f"layers.{layer}.attention_norm.weight", kind)
+        norm = f"{place}.{norms[0]}", bind(parts.whole, f"{ours}.attention_norm.weight", kind)
         if layout != "te":
             yield norm
-        yield f"{place}.{o}.weight", parts.columns(f"layers.{layer}.attention.o.weight", kind, rank)
+        yield f"{place}.{o}.weight", bind(parts.columns, f"{ours}.attention.o.weight", kind, rank)
         if layout == "te":
             yield norm
-        yield f"{place}.{qkv}.weight", parts.qkv(layer, kind, rank)
-        yield f"{place}.{norms[1]}", parts.whole(f"layers.{layer}.mlp_norm.weight", kind)
-        yield f"{place}.{fc1}.weight", parts.gated(layer, kind, rank)
-        yield f"{place}.{fc2}.weight", parts.columns(f"layers.{layer}.mlp.down.weight", kind, rank)
+        yield f"{place}.{qkv}.weight", bind(parts.qkv, layer, kind, rank)
+        yield f"{place}.{norms[1]}", bind(parts.whole, f"{ours}.mlp_norm.weight", kind)
+        yield f"{place}.{fc1}.weight", bind(parts.gated, layer, kind, rank)
+        yield f"{place}.{fc2}.weight", bind(parts.columns, f"{ours}.mlp.down.weight", kind, rank)
     if stage < len(counts) - 1:
         return
-    yield f"{stack}.final_layernorm.weight", parts.whole("head.norm.weight", kind)
+    yield f"{stack}.final_layernorm.weight", bind(parts.whole, "head.norm.weight", kind)
     head = "embed.weight" if spec.tie_embeddings else "head.weight"
     if not core:
-        yield "lm_head.weight", parts.vocabulary(head, kind, None)
+        yield "lm_head.weight", bind(parts.vocabulary, head, kind, None)
     elif not spec.tie_embeddings or len(counts) > 1:  # a stage apart from the embedding has a copy of it
-        yield "output_layer.weight", parts.vocabulary(head, kind, rank)
+        yield "output_layer.weight", bind(parts.vocabulary, head, kind, rank)
 
 
 def _nest(model: dict[str, Tensor], layout: str) -> dict[str, Any]:

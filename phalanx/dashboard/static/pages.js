@@ -7,6 +7,18 @@ const chosen = { filter: "", at: 0, smoothing: 1 };
 const PALETTE = ["blue", "orange", "teal", "violet", "red", "green", "amber", "grey",
   "hsl(330 65% 55%)", "hsl(190 70% 45%)", "hsl(75 55% 42%)", "hsl(260 50% 55%)"];
 
+// what runs are called: those of one name by as much of their folders as tells them apart
+function callings(runs) {
+  const parts = new Map(runs.map((run) => [run.id, (run.folder || run.name || "").split("/")])), named = new Map();
+  for (const { id, name } of runs) named.set(name, [...(named.get(name) ?? []), id]);
+  return new Map(runs.map(({ id, name }) => {
+    const others = named.get(name).filter((other) => other !== id), tail = (one, n) => parts.get(one).slice(-n).join("/");
+    let n = 1;
+    while (n < parts.get(id).length && others.some((other) => tail(other, n) === tail(id, n))) n += 1;
+    return [id, others.length ? tail(id, n) : name];
+  }));
+}
+
 const el = (tag, name, ...inside) => make(tag, name, ...inside.filter((each) => each !== null && each !== undefined));
 const link = (to, name, ...inside) => Object.assign(el("a", name, ...inside), { href: to });
 function button(text, name, act, title = "") {
@@ -24,6 +36,7 @@ function since(seconds) {
   if (seconds < 172800) return `${Math.round(seconds / 3600)} h ago`;
   return `${Math.round(seconds / 86400)} d ago`;
 }
+const later = window.requestIdleCallback ?? ((act) => setTimeout(act, 100));  // once the page is drawn
 const two = (number) => String(number).padStart(2, "0");
 function clock(moment) {
   if (moment === null || moment === undefined) return "";
@@ -78,6 +91,7 @@ class RunsPage {
 
   update() {
     const found = this.seen(), by = {};
+    this.called = callings(store.runs);
     for (const run of store.runs) by[run.state ?? "unreadable"] = (by[run.state ?? "unreadable"] ?? 0) + 1;
     this.facts.textContent = Object.entries(by).map(([state, number]) => `${number} ${state}`).join(" \u00b7 ");
     chosen.at = Math.max(0, Math.min(chosen.at, found.length - 1));
@@ -107,17 +121,17 @@ class RunsPage {
       row.canvas = el("canvas", "spark");
       this.rows.set(run.id, row);
     }
-    const key = JSON.stringify(run);
+    const called = this.called.get(run.id), key = called + JSON.stringify(run);
     if (row.key === key) return row;
     row.key = key;
     const check = Object.assign(el("input", ""), { type: "checkbox", checked: picked.has(run.id),
-      ariaLabel: `Compare ${run.name}` });
+      ariaLabel: `Compare ${called}` });
     check.addEventListener("change", () => {
       picked[check.checked ? "add" : "delete"](run.id);
       this.update();
     });
     row.check = check;
-    const name = link(`#/run/${run.id}`, "", run.name);
+    const name = Object.assign(link(`#/run/${run.id}`, "", called), { title: run.folder ?? "" });
     if (run.error) {
       row.replaceChildren(el("td", "", check), el("td", "name", name), Object.assign(el("td", "soft", run.error), { colSpan: 7 }));
       return row;
@@ -228,8 +242,11 @@ class RunPage {
   runs() { return [this.id]; }
 
   update() {
-    const found = of(this.id);
-    if (found.facts && this.done.facts !== found.facts) this.showFacts(this.done.facts = found.facts);
+    const found = of(this.id), left = store.runs.find((run) => run.id === this.id)?.left;
+    if (found.facts && (this.done.facts !== found.facts || this.done.left !== left)) {
+      this.done.left = left;  // it comes with the list
+      this.showFacts(this.done.facts = found.facts, left);
+    }
     if (found.charts && found.rows && (this.done.charts !== found.charts || this.done.rows !== found.rows.stamp)) {
       this.done.rows = found.rows.stamp;
       this.showCharts(found, this.done.charts !== found.charts);
@@ -243,7 +260,7 @@ class RunPage {
     this.tick();
   }
 
-  showFacts(facts) {
+  showFacts(facts, left) {
     this.title.textContent = facts.name;
     document.title = `${facts.name} - Phalanx`;
     this.note.hidden = !facts.error && facts.read === null;
@@ -257,7 +274,6 @@ class RunPage {
       ...(facts.job ? [el("span", "", facts.job)] : []), el("span", "mono", facts.folder), this.ago);
     if (this.stop) this.stop.disabled = this.save.disabled = !facts.running;
     const part = facts.steps ? facts.step / facts.steps : 0, kind = { bad: "bad", warn: "warn", good: "good" }[facts.tone] ?? "";
-    const left = store.runs.find((run) => run.id === this.id)?.left;
     this.progress.replaceChildren(el("div", "steps", el("span", "num", `step ${count(facts.step)}`
       + (facts.steps ? ` of ${count(facts.steps)}` : "")), el("span", "num soft", (facts.steps ? `${(100 * part).toFixed(1)} %` : "")
       + (left ? ` \u00b7 ${left} left` : ""))), meter(part, kind));
@@ -411,6 +427,10 @@ class RunPage {
     const told = story.incidents.length ? `${story.incidents.length} incident${story.incidents.length === 1 ? "" : "s"}` : "no incident";
     this.line.replaceChildren(el("div", "head", el("h3", "", "Time line", el("span", "", told))), track,
       el("div", "axis num", el("span", "", clock(story.began)), el("span", "", clock(end))), ...(found.length ? [list] : []), ...rest);
+    later(() => this.showEvents(story));
+  }
+
+  showEvents(story) {
     this.events.hidden = !story.events.length;
     const rows = [...story.events].reverse().map((each) => el("tr", each.tone, el("td", "num", clock(each.time)),
       el("td", "num", each.attempt === null ? "" : String(each.attempt)), el("td", "", el("i", "", each.symbol), each.text)));
@@ -458,7 +478,7 @@ class RunPage {
 
   showGpus(found) {
     this.gpus.hidden = !found.length;
-    const drawn = [], head = ["node", "GPU", "temperature", "", "power", "", "errors corrected", "not corrected"];
+    const drawn = [], head = ["node", "GPU", "temperature", "", "power", "", "errors corrected", "not corrected", "sampled"];
     const curve = (values, tone) => {
       const canvas = el("canvas", "spark");
       drawn.push([canvas, values, tone]);
@@ -469,9 +489,9 @@ class RunPage {
     const rows = found.map((row) => el("tr", "", el("td", "", row.node),
       el("td", "name", `${row.gpu} `, row.lost ? pill("lost", "bad") : el("span", "soft", row.name)),
       now(row.temperature, "°C"), curve(row.temperature, "orange"), now(row.power, "W"), curve(row.power, "teal"),
-      errors(row.corrected, "warn"), errors(row.uncorrected, "bad")));
-    const times = found.length ? `${clock(found[0].since)} to ${clock(found[0].at)}` : "";
-    this.gpus.replaceChildren(el("div", "head", el("h3", "", "GPUs", el("span", "", times))), el("div", "scroll",
+      errors(row.corrected, "warn"), errors(row.uncorrected, "bad"),
+      el("td", "num right soft", `${clock(row.since)} to ${clock(row.at)}`)));
+    this.gpus.replaceChildren(el("div", "head", el("h3", "", "GPUs")), el("div", "scroll",
       el("table", "", el("thead", "", el("tr", "", ...head.map((name, i) => el("th", name && i > 1 ? "right" : "", name)))), el("tbody", "", ...rows))));
     for (const [canvas, values, tone] of drawn) drawSpark(canvas, values, tone);
   }
@@ -578,6 +598,7 @@ class ComparePage {
     if (key === this.key) return;
     this.key = key;
     const there = this.ids.filter((id) => of(id).rows && of(id).charts);
+    this.called = callings(this.ids.map((id) => ({ id, name: nameOf(id), folder: of(id).facts?.folder })));
     const longest = Math.max(0, ...there.map((id) => of(id).charts.duration));
     take({ duration: longest, kept: {}, lost: {}, events: [], heldOut: [], scores: [] });
     const source = { curves: (spec) => this.curves(spec), marks: () => [], replayed: () => [], span: () => this.span() };
@@ -586,7 +607,7 @@ class ComparePage {
     const times = there.flatMap((id) => of(id).rows.columns.step_s).filter((value) => value !== null).sort((a, b) => a - b);
     const usual = times[Math.floor(0.98 * (times.length - 1))] ?? 0, most = times.at(-1) ?? 0;
     this.top = most > 3 * usual ? 1.1 * times.findLast((value) => value <= 3 * usual) : null;  // a first step compiles
-    const ids = JSON.stringify([filled.map(([id]) => id), there]);
+    const ids = JSON.stringify([filled.map(([id]) => id), there, [...this.called.values()]]);
     if (ids !== this.made) {
       this.made = ids;
       this.group.close();
@@ -606,8 +627,8 @@ class ComparePage {
     return this.ids.flatMap((id, i) => {
       const columns = of(id).rows?.columns;
       if (!columns) return [];
-      const name = of(id).facts?.name ?? id, dash = [], off = hidden.has(spec.id + " " + name);
-      const more = { name, tone: this.tone(i), lost: false, area: false, dash, off, dots: columns.step.length < 8 ? 6 : 0 };
+      const name = this.called.get(id), dash = [], off = hidden.has(spec.id + " " + id);
+      const more = { key: id, name, tone: this.tone(i), lost: false, area: false, dash, off, dots: columns.step.length < 8 ? 6 : 0 };
       const made = (column, width, alpha) => {
         const values = column === "smooth" ? smoothed(columns.loss, smoothWidth(columns.loss.length)) : columns[column];
         const found = points({ ...columns, shown: values }, "shown", false, false);
@@ -640,7 +661,7 @@ class ComparePage {
       mark.style.setProperty("--tone", this.tone(i).startsWith("hsl") ? this.tone(i) : `var(--${this.tone(i)})`);
       if (!facts || facts.error) return el("tr", "", el("td", "", mark), el("td", "soft", facts?.error ?? "loading"));
       const value = (label) => facts.tiles.find((tile) => tile.label === label)?.value ?? "-";
-      return el("tr", "", el("td", "", mark), el("td", "name", link(`#/run/${id}`, "", facts.name)),
+      return el("tr", "", el("td", "", mark), el("td", "name", link(`#/run/${id}`, "", this.called.get(id))),
         el("td", "", pill(facts.state, facts.tone)), figure("step", count(facts.step)),
         ...labels.map((label) => figure(label, value(label))));
     });
@@ -652,7 +673,7 @@ class ComparePage {
     const configs = this.ids.map((id) => flatten(of(id).config?.text ?? ""));
     const keys = [...new Set(configs.flatMap((each) => [...each.keys()]))];
     const differing = keys.filter((key) => new Set(configs.map((each) => each.get(key) ?? "")).size > 1);
-    const names = ["key", ...this.ids.map((id) => of(id).facts?.name ?? "")];
+    const names = ["key", ...this.called.values()];
     this.diff.replaceChildren(el("div", "head", el("h3", "", "Differences of the recipes", el("span", "", differing.length
       ? `${differing.length} of ${keys.length} keys` : "none"))), ...(differing.length ? [table(names,
       differing.map((key) => [key, ...configs.map((each) => each.get(key) ?? "-")]))] : []));

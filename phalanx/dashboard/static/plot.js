@@ -70,7 +70,7 @@ class Chart {
       if (this.visible && this.stale) this.ask();
     }, { rootMargin: "200px" });
     this.seen.observe(holder);
-    this.visible = true;
+    this.visible = Boolean(spec.wide);  // others only once they are seen, so that the first one is drawn at once
     holder.tabIndex = 0;
     holder.setAttribute("role", "img");
     holder.addEventListener("pointermove", (event) => this.move(event));
@@ -377,7 +377,7 @@ function chartCard(spec, group, source) {
   if (all.length > 1 || spec.legend) {
     const list = make("div", "keys");
     for (const each of all) {
-      const button = make("button", "", keyOf(each), each.name), name = spec.id + " " + each.name;
+      const button = make("button", "", keyOf(each), each.name), name = spec.id + " " + (each.key ?? each.name);
       button.type = "button";
       button.title = each.name;
       button.ariaPressed = String(!hidden.has(name));

@@ -112,14 +112,19 @@ def decoder_shapes(spec: ModelSpec, options: BlockOptions) -> Shapes:
         block |= linear(f"mlp.{name}", inner, spec.hidden, options.mlp_bias)
     block |= linear("mlp.down", spec.hidden, inner, options.mlp_bias) | norm("mlp_post_norm", options.post_norms)
 
-    shapes: Shapes = {"embed.weight": (spec.vocab_size, spec.hidden)}
+    shapes: Shapes = {"embed.weight": (spec.vocab_size, spec.embedding_width)}
+    projected = spec.embedding_width != spec.hidden
+    if projected:
+        shapes["embed.project.weight"] = (spec.hidden, spec.embedding_width)
     if options.position_offset is not None:
         shapes[POSITIONS] = (spec.max_seq_len + options.position_offset, spec.hidden)
     for layer in range(spec.layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in block.items()}
-    shapes |= norm("head.norm", True)
+    shapes |= norm("head.norm", not options.norm_sums)
+    if projected:
+        shapes["head.project.weight"] = (spec.embedding_width, spec.hidden)
     if not spec.tie_embeddings:
-        shapes["head.weight"] = (spec.vocab_size, spec.hidden)
+        shapes["head.weight"] = (spec.vocab_size, spec.embedding_width)
     return shapes | ({"head.bias": (spec.vocab_size,)} if options.head == "bias" else {})
 
 

@@ -54,8 +54,9 @@ class BlockOptions(AttentionOptions):
     """The differences between families of decoders, which the network and the planner read.
 
     `norm` is rms or layer, the latter with a bias. Of the two halves of a block, attention and MLP, each has a norm
-    before it (`pre_norms`), after it (`post_norms`), or both; `parallel` halves have the same input, and with
-    `shared_norm` one norm for both. `unit_offset`: norms multiply by 1 + weight. `gated`: the MLP has a gate.
+    before it (`pre_norms`), after it (`post_norms`), or both; with `norm_sums` that before it is of its sum with the
+    residual instead, and the head has none. `parallel` halves have the same input, and with `shared_norm` one norm for
+    both. `unit_offset`: norms multiply by 1 + weight. `gated`: the MLP has a gate.
     `logit_cap` is a soft cap of logits (0: none). `head` is plain, has a bias, or has normalized rows. `experts` are
     plain, or clamped, with biases (moe.py).
     """
@@ -63,6 +64,7 @@ class BlockOptions(AttentionOptions):
     norm: str = "rms"
     pre_norms: bool = True
     post_norms: bool = False
+    norm_sums: bool = False
     unit_offset: bool = False
     parallel: bool = False
     shared_norm: bool = False
@@ -179,7 +181,7 @@ def count_elements(spec: ModelSpec, shapes: Shapes, embedding: bool = True) -> i
     if embedding:
         return total
     total -= math.prod(shapes.get(POSITIONS, (0,)))
-    return total if spec.tie_embeddings else total - spec.vocab_size * spec.hidden
+    return total if spec.tie_embeddings else total - spec.vocab_size * spec.embedding_width
 
 
 def active_shapes(spec: ModelSpec, shapes: Shapes) -> Shapes:

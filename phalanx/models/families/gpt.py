@@ -1,5 +1,6 @@
 """GPT-2, GPT-J and OPT: LayerNorm, biases and an MLP without a gate. GPT-2 and OPT have learned positions; GPT-J has
-rotary positions on a part of each head's channels, in pairs of neighbours, and parallel attention and MLP.
+rotary positions on a part of each head's channels, in pairs of neighbours, and parallel attention and MLP. OPT 350M has
+its norms after the residual sums, and an embedding of half the width.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; Wang and Komatsuzaki, "GPT-J-6B",
 2021; Zhang et al., "OPT: Open Pre-trained Transformer Language Models", 2022; shapes from the config.json of the
@@ -204,13 +205,15 @@ GPTJ: ModelFamily = replace(
 
 def _read_opt(config: dict[str, Any], fields: dict[str, Any], where: str) -> dict[str, Any]:
     width = read_count(config, "word_embed_proj_dim", where, fields["hidden"])
-    if width != fields["hidden"]:
-        raise ConfigError(
-            f"{where} sets word_embed_proj_dim to {width}, beside a width of {fields['hidden']}, which is not "
-            "supported; use a model whose embedding is as wide as its blocks, any but OPT 350M."
-        )
+    if width < 1:
+        raise ConfigError(f"{where} sets word_embed_proj_dim to {width}; give it the width of the embedding.")
     found = _read_heads(config, fields, where, "relu")
-    return found | {"tie_embeddings": read_flag(config, "tie_word_embeddings", where, True)}
+    block = replace(
+        found["block"],
+        embedding_width=None if width == fields["hidden"] else width,
+        norm_sums=None if read_flag(config, "do_layer_norm_before", where, True) else True,
+    )
+    return found | {"block": block, "tie_embeddings": read_flag(config, "tie_word_embeddings", where, True)}
 
 
 def _find_opt_problems(spec: ModelSpec) -> list[str]:
@@ -232,6 +235,8 @@ OPT: ModelFamily = replace(
         names={
             "embed.weight": "model.decoder.embed_tokens.weight",
             "embed.positions.weight": "model.decoder.embed_positions.weight",
+            "embed.project.weight": "model.decoder.project_in.weight",
+            "head.project.weight": "model.decoder.project_out.weight",
             "head.weight": "lm_head.weight",
         }
         | name_both(
@@ -252,15 +257,14 @@ OPT: ModelFamily = replace(
             **write_activation("activation_function", OPT.options_of(spec).activation, original, "relu"),
             **write_ids(original),
             "tie_word_embeddings": spec.tie_embeddings,
-            "word_embed_proj_dim": spec.hidden,
-            "do_layer_norm_before": True,
+            "word_embed_proj_dim": spec.embedding_width,
+            "do_layer_norm_before": not OPT.options_of(spec).norm_sums,
             "enable_bias": True,
             "pad_token_id": original.get("pad_token_id"),
             "dropout": spec.dropout,
             "attention_dropout": 0.0,
         },
         accepted={
-            "do_layer_norm_before": (True, None),
             "_remove_final_layer_norm": (False, None),
             "enable_bias": (True, None),
             "layer_norm_elementwise_affine": (True, None),
@@ -269,6 +273,7 @@ OPT: ModelFamily = replace(
     ),
     presets={
         "opt-125m": _OPT,
+        "opt-350m": replace(_sized(_OPT, 1024, 24, 16), block=BlockSpec(embedding_width=512, norm_sums=True)),
         "opt-1.3b": _sized(_OPT, 2048, 24, 32),
         "opt-2.7b": _sized(_OPT, 2560, 32, 32),
         "opt-6.7b": _sized(_OPT, 4096, 32, 32),
