@@ -119,7 +119,7 @@ class Adapter:
         if not self._names:
             raise ConfigError(f"{weights} contain no adapter; fetch the folder's files again")
         for a, b, module in _expert_wrappers(stacks, layers, hf_name):
-            split = split_experts(*(self._tensors[self._names[name]] for name in (a, b)), lora.rank)
+            split = split_experts(self._tensors[self._names[a]], self._tensors[self._names[b]], lora.rank)
             if split is None:
                 raise ConfigError(
                     f"{weights} hold {module}.lora_A and lora_B of shapes that are of no whole number of experts of "
