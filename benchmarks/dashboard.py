@@ -6,7 +6,7 @@ A folder has one run of 10^6 steps and 99 of 10^4, with records as training writ
 (with its driver and Selenium), each first picture by a browser with an empty profile. Timed from the navigation until
 the frame after the loss curve was drawn; of a server that was started just before, and of one that has read all runs.
 
-*Behind* is the time from a record's write until the frame that shows it, of a run with two steps a second.
+*Behind* is the time from a record's write until the frame that shows it, of a run with a step every 0.43 s.
 
 *Taken from training* compares turns of one run of `phalanx train`, alternating, with its page open and with the server
 halted and no page. Training has one core for itself, all others are the page's, as its browser and mostly its server
@@ -43,6 +43,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 DRIVER = shutil.which("chromedriver")
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 STEP_S = 0.5  # of the runs that are written here
+GROW_S = 0.43  # between steps of the run that grows: none that the server's polls are a multiple of
 ATTEMPTS = 20  # of the long run
 PATIENCE_S = 240.0
 RECIPE = """
@@ -256,9 +257,9 @@ def weigh_page(server: Server, run: str) -> int:
 
 
 def grow(paths: RunPaths, ending: threading.Event, written: dict[int, float]) -> None:
-    """Write two steps a second, and note when."""
+    """Write a step every GROW_S, and note when."""
     step = 1  # there already
-    while not ending.wait(STEP_S):
+    while not ending.wait(GROW_S):
         line = json.loads(record_line(step := step + 1, 1, time.time()))
         append_line(paths.metrics, line)
         written[step] = time.time()

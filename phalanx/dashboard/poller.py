@@ -59,6 +59,7 @@ class Subject:
         self.nodes: list[dict[str, str]] = []
         self.sections: dict[str, tuple[int, bytes]] = {}  # by name: version and JSON
         self.curves: deque[tuple[int, int, bytes]] = deque(maxlen=UPDATES)  # version, base, rows that changed
+        self.drawn = (-1, -1)  # base and number of the published rows
         self.seen: tuple[int, float] = (-1, 0.0)  # version of the index, and time, of the last view
         self.listed: tuple[object, float] = (None, 0.0)  # input of the line in the list, and when it was made
 
@@ -230,7 +231,7 @@ class Poller:
         if not watched:
             if subject.view is not None:
                 with self._lock:
-                    subject.view, subject.sections, subject.seen = None, {}, (-1, 0.0)
+                    subject.view, subject.sections, subject.seen, subject.drawn = None, {}, (-1, 0.0), (-1, -1)
                     subject.curves.clear()
             return False
         version, when = subject.seen
@@ -246,8 +247,12 @@ class Poller:
                 log.exception("records of %s cannot be shown", subject.index.paths.root)
                 sections, first = {"facts": {"name": subject.index.paths.name, "error": _describe(error)}}, 0
             self._version += 1
-            rows = encode({"run": subject.id, **subject.view.rows(first)})
-            subject.curves.append((self._version, subject.view.curves.base, rows))
+            curves = subject.view.curves
+            drawn = curves.base, len(curves.columns.get("step", ()))
+            if drawn != subject.drawn or first < drawn[1]:
+                subject.drawn = drawn
+                rows = encode({"run": subject.id, **subject.view.rows(first)})
+                subject.curves.append((self._version, curves.base, rows))
             for name, value in sections.items():
                 data = encode(value)
                 if subject.sections.get(name, (0, b""))[1] != data:

@@ -29,17 +29,18 @@ from phalanx.recovery.replica_client import SOCKET
 from phalanx.system.fork import fork
 from tests.helpers import run_ranks, wait_until
 
+STEPS = 60
 RECIPE = """
 model: {hidden: 16, layers: 1, heads: 2, intermediate: 32, dropout: 0.1}
 data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cache: cache}
-train: {steps: 120, global_batch: 6, micro_batch: 2, eval_sequences: 4, dtype: fp64}
+train: {steps: STEPS, global_batch: 6, micro_batch: 2, eval_sequences: 4, dtype: fp64}
 optim: {lr: 1e-2, decay_steps: 300}
 balance: {batch: even}
 checkpoint: {every: 6, keep: 30}
 comm: {timeout_s: 60}
 resilience: {heartbeat_timeout_s: 3}
 report: {tensorboard: false}
-"""
+""".replace("STEPS", str(STEPS))
 PATIENCE_S = 200.0
 
 # What happens to a node, one life after the other: `begin` and `end` are steps of the run at which it is started and
@@ -196,7 +197,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(RunPaths(run).events) if event["kind"] == kind]
 
 
-def state(run: Path, step: int = 120) -> dict[str, Any]:
+def state(run: Path, step: int = STEPS) -> dict[str, Any]:
     """What the files of a checkpoint are known by: their sizes and checksums."""
     (manifest,) = (RunPaths(run).has_checkpoints).glob(f"step-*{step}/manifest.json")
     files: dict[str, Any] = json.loads(manifest.read_text())["files"]

@@ -8,7 +8,7 @@ import pytest
 from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
-from tests.cluster.lives import RECIPE, curve, events, life, state, train
+from tests.cluster.lives import RECIPE, STEPS, curve, events, life, state, train
 from tests.dist import command
 from tests.helpers import ALL
 
@@ -45,7 +45,7 @@ def test_a_spare_takes_the_place_of_any_node_and_every_bit_stays(place: Path, lo
     assert 0 <= phases["agreed"] <= phases["ordered"] < phases["restored"] <= incident["seconds"]
     print(f"from the loss of node {lost} to the next step: {incident['seconds']:.2f} s")
     (finished,) = events(place / run, EventKind.FINISHED)
-    assert finished["step"] == 120
+    assert finished["step"] == STEPS
     assert not (place / f"meet-{run}").exists()
     leader = ended[1 if lost == 0 else 0][-1][1]
     assert f"node {lost} (" in leader  # whoever leads shows it
@@ -79,7 +79,7 @@ def test_a_run_shrinks_and_takes_the_node_back_when_it_returns(place: Path, lost
     assert [each[-1][0] for each in ended] == [0, 0], ended
     worlds = [event["world"] for event in events(place / run, EventKind.RUN_STARTED)]
     assert worlds == [2, 1, 2]
-    assert curve(place / run)[:240] == pytest.approx(curve(place / "calm"), rel=1e-9)
+    assert curve(place / run)[: 2 * STEPS] == pytest.approx(curve(place / "calm"), rel=1e-9)
     assert len(curve(place / run)) == 600
     (joined,) = [event for event in events(place / run, EventKind.NODE_JOINED) if event["attempt"] > 1]
     assert joined["node"] == lost

@@ -16,7 +16,7 @@ from phalanx.core.records import EventKind
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import shared_memory
 from phalanx.system.fork import fork
-from tests.cluster.lives import RECIPE, Life, curve, events, life, live, state, train
+from tests.cluster.lives import RECIPE, STEPS, Life, curve, events, life, live, state, train
 from tests.dist import command
 from tests.helpers import ALL, run_ranks, wait_until
 
@@ -70,7 +70,7 @@ def test_a_leader_whose_machine_will_be_gone_leaves_after_all_have_saved(place: 
     assert leaving["node"] == 0
     assert events(place / "leaves", EventKind.CHECKPOINT_SAVED)
     assert not list(events(place / "leaves", EventKind.WORKER_DIED))
-    assert [event["step"] for event in events(place / "leaves", EventKind.FINISHED)] == [120]
+    assert [event["step"] for event in events(place / "leaves", EventKind.FINISHED)] == [STEPS]
 
 
 def test_nodes_that_leave_while_nodes_meet_are_waited_for(place: Path) -> None:
