@@ -39,11 +39,13 @@ class RankFootprint:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def make_rank_footprint(workload: Workload, config: Config, pipe: int, expert: int | None = None) -> RankFootprint:
+def make_rank_footprint(
+    workload: Workload, config: Config, pipe: int, expert: int | None = None, counts: Sequence[int] = ()
+) -> RankFootprint:
     """What the rank number `pipe` of a pipeline holds; of those that divide experts number `expert`, or the one that
-    has most."""
+    has most. `counts`: how many each of these has, where their speeds say so."""
     model = workload.model()
-    if counts := find_expert_counts(config, workload.spec):
+    if counts := counts or find_expert_counts(config, workload.spec):
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         place = counts.index(max(counts)) if expert is None else expert
         keep_experts(model, plan_expert_shards(shapes, counts, place))

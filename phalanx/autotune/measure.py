@@ -9,8 +9,8 @@ measure in training.
 import json
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from phalanx.autotune.link_speed import measure_host_to_device, measure_link
 from phalanx.autotune.micro_batch import (
     SIZES,
     USABLE,
+    bytes_of_more_rows,
     choose_probe_depths,
     fit_micro_batch,
 )
@@ -36,6 +37,7 @@ from phalanx.layout.hardware import Hardware, MeasuredDevice
 from phalanx.layout.model_shape import ModelSpec, list_timing_shapes
 from phalanx.system import accelerator
 from phalanx.workload.engines import StateWeights, agree_on_sharding
+from phalanx.workload.expert_counts import find_expert_counts
 from phalanx.workload.workload import Workload, make_workload
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ BLOCKS = 5  # of each size; the second fastest counts, which a neighbour that co
 # device no size is begun of which a pass would take a quarter of it.
 BUDGET_S, LONG_BUDGET_S = 0.8, 4.0
 GROWTH = 3  # from one size to the next
+MEASURED = ("auto", "measured-once")  # of balance.batch: speeds count
 STORE_KEY = "measured"  # in the store: how many ranks are
 
 
@@ -83,34 +86,43 @@ def measure_devices(
     slower.
     """
     config, workload = shorten_rows(config, workload)
-    known = _measure_once(config, workload, placement, mesh, budget_s, weights, limit, turn=0)
+    known, fit = _measure_once(config, workload, placement, mesh, budget_s, weights, limit, turn=0)
     if (why := hardware.describe_uneven_devices(known)) is not None:
         if mesh.rank == 0:
             report(why)
-        known = hardware.merge_fastest(
-            known, _measure_once(config, workload, placement, mesh, budget_s, weights, limit, turn=1)
-        )
-    return known
+        again, fit = _measure_once(config, workload, placement, mesh, budget_s, weights, limit, turn=1)
+        known = hardware.merge_fastest(known, again)
+    if config.parallel.expert == 1 or config.balance.experts != "auto" or config.balance.batch not in MEASURED:
+        return known
+    # Experts follow the speeds, and a rank's state and rows follow its experts.
+    fits = mesh.gather(fit(find_expert_counts(config, workload.spec, hardware.fit_speeds(known))))
+    devices = (replace(device, most=int(most)) for device, most in zip(known.devices, fits, strict=True))
+    return replace(known, devices=tuple(devices))
 
 
 def _measure_once(
     config: "Config", workload: Workload, placement: Placement, mesh: Mesh, budget_s: float, weights: StateWeights,
     limit: int, turn: int,
-) -> Hardware:  # fmt: skip
+) -> tuple[Hardware, Callable[[Sequence[int]], int]]:  # fmt: skip
+    """The measurement, and what gives the most samples that fit on this rank where ranks that divide experts have so
+    many each (none: as the recipe says)."""
     mesh.sum([0.0])  # all begin together
     with single_rank_mesh(mesh) as single:
-        state = state_bytes(config, workload, mesh.device, mesh.world, weights, mesh.rank)
         single.traffic.progress_page = pulse = (
             mesh.traffic.progress_page
         )  # what is tried may be too much, and is not tried again then
         others = _make_others_measure(mesh, turn)
         processor, begun = time.process_time(), time.perf_counter()
-        times, most = _measure_own_device(
-            config, workload, single, state, placement.local_world, budget_s, others, limit
-        )
+        times, fit = _measure_own_device(config, workload, single, placement.local_world, budget_s, others, limit)
         processor_s, wall_s = time.process_time() - processor, time.perf_counter() - begun
         if pulse is not None:
             pulse.set_largest_micro_batch(0)
+
+    def fit_beside(experts: Sequence[int]) -> int:
+        state = state_bytes(config, workload, mesh.device, mesh.world, weights, mesh.rank, experts)
+        place = mesh.rank % config.parallel.expert
+        return fit(state, bytes_of_more_rows(config, workload, experts, place) if experts else 0)
+
     link, carried_s = measure_link(mesh)
     # What a byte takes of the processor, over what this rank has of it: a part of a core, or several.
     carries = None if carried_s is None or mesh.device.type != "cpu" else carried_s * wall_s / max(processor_s, 1e-9)
@@ -122,7 +134,7 @@ def _measure_once(
         name=placement.device,
         model=accelerator.get_device_name(mesh.device),
         memory_bytes=accelerator.memory_total(mesh.device, placement.local_world),
-        most=most,
+        most=fit_beside(()),
         times=times,
         host_to_device_bytes_per_s=measure_host_to_device(mesh.device),
         carries_s_per_byte=carries,
@@ -133,7 +145,7 @@ def _measure_once(
     if rows is not None:
         whole = {"version": hardware.VERSION, "work": describe_work(config, workload), "devices": rows}
         whole["link"] = None if link is None else asdict(link)
-    return hardware.from_json(group.broadcast_object(whole))
+    return hardware.from_json(group.broadcast_object(whole)), fit_beside
 
 
 def describe_work(config: "Config", workload: Workload) -> dict[str, Any]:
@@ -181,21 +193,23 @@ def _measure_own_device(
     config: "Config",
     workload: Workload,
     mesh: Mesh,
-    state: int,
     local_world: int,
     budget_s: float,
     others_measure: Callable[[], bool],
     limit: int = UNBOUND,
-) -> tuple[tuple[tuple[int, float], ...], int]:
-    """(samples, seconds of the whole model), and the most samples that fit. `mesh` is of this rank alone. When it is
-    done, its device is kept as busy as in training for as long as `others_measure`. `state`: bytes that it holds;
-    `limit`: samples that are tried at most."""
+) -> tuple[tuple[tuple[int, float], ...], Callable[[int, int], int]]:
+    """(samples, seconds of the whole model), and what gives the most samples that fit beside so many bytes of state,
+    where each takes so many more than was measured. `mesh` is of this rank alone. When it is done, its device is kept
+    as busy as in training for as long as `others_measure`. `limit`: samples that are tried at most."""
     assert config.train.micro_batch != "auto"
     # Of memory, not of what is asked for today: train.micro_batch may be another at the next start.
-    most = config.train.global_batch
+    all_samples = config.train.global_batch
     free = accelerator.memory_free(mesh.device, local_world)
     # One size alone would not tell what a sample more takes.
-    sizes, walks = _sizes(min(max(config.train.micro_batch, *SIZES), most, limit)), dict[int | None, _SizeTimings]()
+    sizes, walks = (
+        _sizes(min(max(config.train.micro_batch, *SIZES), all_samples, limit)),
+        dict[int | None, _SizeTimings](),
+    )
     depths, begun = choose_probe_depths(workload, config), time.perf_counter()
     try:
         for number, layers in enumerate(depths, 1):
@@ -209,19 +223,23 @@ def _measure_own_device(
         if not is_out_of_memory(error):
             raise
         others_measure()  # or they would wait for this rank
-        return (), 1
-    peaks = {layers: walk.peaks for layers, walk in walks.items()}
-    if len(sizes) > 1:
-        finding = fit_micro_batch(config, workload, mesh.device, peaks, free, state=state, most=most)
+        return (), lambda state, more: 1
+    peaks, device = {layers: walk.peaks for layers, walk in walks.items()}, mesh.device
+    tried = min(limit, sizes[-1]) if any(walk.full for walk in walks.values()) else limit
+
+    def fit(state: int, more: int) -> int:
+        if len(sizes) == 1:
+            return min(all_samples, tried)
+        finding = fit_micro_batch(
+            config, workload, device, peaks, free, state=state, most=all_samples, more_sample_bytes=more
+        )
         # One that seems to have no room for a single sample is tried all the same: this is an estimate.
-        most = max(1, finding.micro_batch)
-    if any(walk.full for walk in walks.values()):
-        most = min(most, sizes[-1])
-    most = min(most, limit)
+        return min(max(1, finding.micro_batch), tried)
+
     blocks = 0 if workload.spec is None else workload.spec.layers - (depths[0] or 0)  # beyond those of the first model
     (few, *_), (*_, many) = walks.values(), walks.values()
     each = {size: max(0.0, many.seconds[size] - few.seconds[size]) for size in sizes}
-    return tuple((size, few.seconds[size] + blocks * each[size]) for size in sizes), most
+    return tuple((size, few.seconds[size] + blocks * each[size]) for size in sizes), fit
 
 
 def _sizes(most: int) -> list[int]:

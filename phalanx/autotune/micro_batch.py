@@ -99,6 +99,19 @@ def bytes_of_scores(config: Config, workload: Workload, on_host: bool = False) -
     return TILE_QUERIES * keys * spec.heads // config.parallel.tensor * TILE_SCORE_BYTES
 
 
+def bytes_of_more_rows(config: Config, workload: Workload, counts: Sequence[int], place: int) -> int:
+    """Bytes that the rank at `place` of those that divide experts keeps, for one sequence, of rows that it gets beyond
+    those that it sends: with balanced experts its rows follow the `counts`. Of each row the inputs and results of the
+    products and of what is between."""
+    spec = workload.spec
+    assert spec is not None and spec.moe is not None
+    wide = DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype].itemsize
+    row = (2 * spec.hidden + 4 * spec.moe.intermediate) * wide
+    layers = spec.layers if config.memory.activations in ("none", "selective") else 1
+    rows = config.data.seq_len * spec.moe.experts_per_token
+    return max(0, rows * counts[place] * len(counts) // sum(counts) - rows) * row * layers
+
+
 def largest_micro_batch(
     config: Config, workload: Workload, device_name: str, *, world: int, local_world: int, most: int,
     more_sample_bytes: int = 0,

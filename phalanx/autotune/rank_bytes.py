@@ -115,16 +115,16 @@ def commit_bytes(model: Model, layout: StateLayout, rank: int | None = None) -> 
 
 def state_bytes(
     config: Config, workload: Workload, device: torch.device, world: int, weights: StateWeights = None,
-    rank: int | None = None,
+    rank: int | None = None, expert_counts: Sequence[int] = (),
 ) -> int:  # fmt: skip
     """Bytes that `rank`, or the one that holds most, holds besides activations. Where several ranks hold one copy of
-    the model, each holds its stages and slices of it."""
+    the model, each holds its stages and slices of it; `expert_counts`: as of `make_rank_footprint`."""
     layout = find_state_layout(config, device, world, weights)
     place = None if rank is None else config.parallel.axes.coordinates(rank, world)
     helds = (
         make_all_footprints(workload, config)
         if place is None
-        else [make_rank_footprint(workload, config, place.pipe, place.data % config.parallel.expert)]
+        else [make_rank_footprint(workload, config, place.pipe, place.data % config.parallel.expert, expert_counts)]
     )
     number = None if place is None else place.data
     return max(sum(state_items(held.model, workload.spec, layout, number).values()) for held in helds)

@@ -20,7 +20,7 @@ from phalanx.config.fields import (
 from phalanx.layout.model_shape import MAX_LAYERS
 from phalanx.models.families.catalog import FAMILIES
 
-LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
+LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down", "experts.gate_up", "experts.down"]
 
 
 class RopeScalingSection(Section):
@@ -59,8 +59,8 @@ class LoraSection(Section):
     dropout: Fraction = knob(0.0, "probability of zeroing an input element of A", trajectory=True)
     targets: Annotated[list[LoraTarget], Field(min_length=1), BeforeValidator(as_list)] | Auto = knob(
         "auto",
-        "which matrices of each block get an adapter: q, k, v, o, gate, up, down; auto: the adapter's, else all that "
-        "the model has",
+        "which matrices of each block get an adapter: q, k, v, o, gate, up, down, and of each expert experts.gate_up, "
+        "experts.down; auto: the adapter's, else all that the model has beside experts",
         trajectory=True,
     )
 
@@ -91,14 +91,20 @@ class MoESection(Section):
     groups_per_token: Count | None = knob(
         None, "groups that a token's experts are of (deepseek_v3); default: the preset's, else 1", trajectory=True
     )
-    balance: Literal["sequence", "step_before", "step", "none"] | Auto = knob(
+    balance: Literal["sequence", "step_before", "step", "bias", "none"] | Auto = knob(
         "auto",
         "load-balancing loss, by the load of experts in sequence: each sequence; step_before: the step before; step: "
-        "the whole step, for one more forward pass; auto: sequence, with from_hf as its config.json says",
+        "the whole step, for one more forward pass; bias: corrections of scores move with the load of each step "
+        "(deepseek_v3), beside sequence; auto: sequence, with from_hf as its config.json says",
         trajectory=True,
     )
     balance_weight: Annotated[float, Field(ge=0, le=1e6), BeforeValidator(reject_bool)] | None = knob(
-        None, "factor of the load-balancing loss; default: that of the preset or folder, else 0.01", trajectory=True
+        None,
+        "factor of the load-balancing loss; default: that of the preset or folder, else 0.01, with balance bias 0",
+        trajectory=True,
+    )
+    bias_rate: Positive | None = knob(
+        None, "what a correction moves by in a step, with balance bias; default: 0.001", trajectory=True
     )
     over: Literal["layer", "model"] | Auto = knob(
         "auto",

@@ -27,7 +27,7 @@ MOE_SHAPE_FIELDS = (
     "experts", "experts_per_token", "intermediate", "renormalize", "dense_layers", "scale", "shared", "groups",
     "groups_per_token",
 )  # fmt: skip
-MOE_FIELDS = (*MOE_SHAPE_FIELDS, "balance", "balance_weight", "over")
+MOE_FIELDS = (*MOE_SHAPE_FIELDS, "balance", "balance_weight", "bias_rate", "over")
 
 
 def build_model_spec(config: Config, hf_spec: ModelSpec | None = None) -> ModelSpec:
@@ -125,12 +125,14 @@ def _moe(section: MoESection, spec: ModelSpec) -> MoESpec | None:
     given = {name: getattr(section, name) for name in MOE_FIELDS if getattr(section, name) not in (None, "auto")}
     if "dense_layers" in given:
         given["dense_layers"] = tuple(sorted(set(given["dense_layers"])))
-    if given.get("balance") in ("sequence", "none"):
+    if given.get("balance") in ("sequence", "bias", "none"):
         given.setdefault("over", "layer")  # which a folder may say otherwise
     if spec.moe is not None:
         return replace(spec.moe, **given, z_loss=section.z_loss)
     if section.experts is None or section.experts_per_token is None:
         return None
+    if given.get("balance") == "bias":
+        given.setdefault("balance_weight", 0.0)
     return MoESpec(**{"intermediate": spec.intermediate} | given, z_loss=section.z_loss)
 
 
@@ -159,7 +161,7 @@ def _lora(section: LoraSection | None, spec: ModelSpec) -> LoraSpec | None:
     if section is None or section.rank == "auto" or section.alpha == "auto":
         return None
     targets = catalog.find_adapter_targets(spec) if section.targets == "auto" else section.targets
-    ordered = tuple(name for name in shapes.LORA_TARGETS if name in targets)
+    ordered = tuple(name for name in (*shapes.LORA_TARGETS, *shapes.EXPERT_TARGETS) if name in targets)
     return LoraSpec(rank=section.rank, alpha=section.alpha, targets=ordered, dropout=section.dropout)
 
 
@@ -220,10 +222,10 @@ def _find_context_problems(config: Config, spec: ModelSpec) -> list[str]:
     if size == 1:
         return []
     found = []
-    if spec.moe is not None and spec.moe.balance == "sequence":
+    if spec.moe is not None and spec.moe.balance in ("sequence", "bias") and spec.moe.balance_weight:
         found.append(
-            f"model.moe.balance sequence counts over whole rows, which parallel.context {size} shares among ranks; set "
-            "model.moe.balance=step_before"
+            f"model.moe.balance {spec.moe.balance} with a loss counts over whole rows, which parallel.context {size} "
+            "shares among ranks; set model.moe.balance=step_before, or model.moe.balance_weight=0"
         )
     options = catalog.block_options(spec)
     if options.alibi or options.sinks:
@@ -322,6 +324,10 @@ def find_model_problems(config: Config) -> list[str]:
     if not model.from_hf and not recipe_family(config).has_experts and model.moe != MoESection():
         able = ", ".join(each.name for each in FAMILIES.values() if each.has_experts)
         found.append(f"model.moe is set, but the model has no experts; set model.architecture to {able}, or remove it")
+    if model.moe.bias_rate is not None and model.moe.balance != "bias":
+        found.append(
+            "model.moe.bias_rate has no effect without model.moe.balance bias; set model.moe.balance=bias, or remove it"
+        )
     if model.code is not None and recipe_family(config).has_experts:
         found.append(
             "model.code replaces models without experts; use a model.architecture without, or remove model.code"

@@ -12,6 +12,7 @@ from phalanx.core.records import EventKind
 from phalanx.dashboard.run_curves import CurvePoints, RunCurves
 from phalanx.report import devices, event_text, formats
 from phalanx.report.charts import evaluation_curves, event_marks, list_charts
+from phalanx.report.expert_load import find_newest_loads
 from phalanx.report.gpu_samples import read_gpu_samples
 from phalanx.report.history import Record, RunHistory, events_with_steps
 from phalanx.report.run_index import RECENT, RunIndex
@@ -117,6 +118,7 @@ class RunView:
             "story": _story(run, facts),
             "devices": self._devices(run),
             "gpus": self._gpus(),
+            "experts": find_newest_loads(run.events),
             "config": {
                 "text": run.facts.config_text,
                 "versions": {key: str(value) for key, value in run.facts.versions.items()},

@@ -100,7 +100,9 @@ def load_distributed_model(config: "Config", spec: ModelSpec, paths: RunPaths, m
         raise RunError(f"{paths.display_name} has no checkpoint that can be read, so there is no model; train it first")
     read = parted.make_reader(checkpoint.read_into)
     for name, empty in list(model.named_parameters()):
-        values = torch.empty(empty.numel(), dtype=precision.compute, device=mesh.device)
+        # As in training, in which routers do not round them.
+        dtype = precision.master if name.endswith(".router.correction") else precision.compute
+        values = torch.empty(empty.numel(), dtype=dtype, device=mesh.device)
         read(name, "param", 0, values.numel(), values)
         owner, _, leaf = name.rpartition(".")
         held = nn.Parameter(values.view(empty.shape), requires_grad=False)

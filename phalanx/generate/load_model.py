@@ -164,10 +164,12 @@ def _merge(model: Any, base: Path, folder: Path) -> None:
     """Merge an adapter into its base weights, as an export of a run with adapters does."""
     import torch
 
+    from phalanx.models.families.catalog import block_options
     from phalanx.models.hf_config import read_config, spec_from_config
     from phalanx.models.hf_layout import find_adapter_places, find_places
-    from phalanx.models.lora import adapter_names, merge_adapter
+    from phalanx.models.lora import adapter_names, adapter_shapes, merge_adapter
     from phalanx.models.peft import Adapter
+    from phalanx.models.peft_experts import name_stack
     from phalanx.models.user_model import hf_name, load_family_class, shapes_of
 
     spec = spec_from_config(read_config(base), str(base))
@@ -177,9 +179,9 @@ def _merge(model: Any, base: Path, folder: Path) -> None:
     adapter = Adapter(folder, spec.layers, names, find_adapter_places(code, spec))
     weights = dict(model.named_parameters())
     rank, shapes = adapter.lora.rank, dict[str, tuple[int, ...]]()
+    transposed = block_options(spec).experts == "clamped"
     for matrix, a, b in adapter_names(adapter.lora, spec.layers):
-        rows, columns = whole[matrix]
-        shapes |= {a: (rank, columns), b: (rows, rank)}
+        shapes |= dict(zip((a, b), adapter_shapes(whole[matrix], rank, transposed), strict=True))
     adapter.check_shapes(shapes)
 
     def tensor(name: str) -> torch.Tensor:
@@ -187,8 +189,12 @@ def _merge(model: Any, base: Path, folder: Path) -> None:
 
     with torch.no_grad():
         for matrix, a, b in adapter_names(adapter.lora, spec.layers):
-            part = places[matrix].find_in(weights[places[matrix].name])
-            merged = merge_adapter(part.reshape(whole[matrix]), tensor(a), tensor(b), adapter.lora.scale)
+            if matrix in places:
+                part = places[matrix].find_in(weights[places[matrix].name])
+            else:  # a stack, of which each matrix has a name in files
+                _, index, _, target = matrix.split(".", 3)
+                part = weights[name_stack(names, int(index), target)]
+            merged = merge_adapter(part.reshape(whole[matrix]), tensor(a), tensor(b), adapter.lora.scale, transposed)
             part.copy_(merged.view_as(part))
 
 

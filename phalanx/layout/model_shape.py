@@ -45,6 +45,7 @@ class RopeScaling:
 
 ATTENTION_TARGETS = ("q", "k", "v", "o")
 LORA_TARGETS = (*ATTENTION_TARGETS, "gate", "up", "down")  # the matrices of a block that may get an adapter
+EXPERT_TARGETS = ("experts.gate_up", "experts.down")  # the stacks of a layer's experts that may
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,8 @@ class LoraSpec:
     """LoRA adapters with frozen weights: `targets` of each block compute with W + alpha / rank * B A; see
     models/lora.py.
 
-    `dropout` is the probability of zeroing an element of A's input. `targets` are of LORA_TARGETS, in its order.
+    `dropout` is the probability of zeroing an element of A's input. `targets` are of LORA_TARGETS and
+    EXPERT_TARGETS, in this order.
     """
 
     rank: int
@@ -98,8 +100,8 @@ class MoESpec:
     `renormalize`: the weights of the chosen experts are divided by their sum; then they are multiplied by `scale`.
     `scores` are softmax or sigmoid, the latter with a correction of each expert in the choice, which is within the best
     `groups_per_token` of `groups` of experts. Each token goes through `shared` more experts. `dense_layers` have an
-    ordinary feed-forward layer. Training balances their load by `balance` (sequence, step_before, step or none),
-    `balance_weight`, `z_loss` and `over` (layer or model); models/moe.py has the formulas.
+    ordinary feed-forward layer. Training balances their load by `balance` (sequence, step_before, step, bias or none),
+    `balance_weight`, `bias_rate`, `z_loss` and `over` (layer or model); models/moe.py has the formulas.
     """
 
     experts: int
@@ -114,6 +116,7 @@ class MoESpec:
     groups_per_token: int = 1
     balance: str = "sequence"
     balance_weight: float = 0.01
+    bias_rate: float = 0.001
     z_loss: float = 0.0
     over: str = "layer"
 

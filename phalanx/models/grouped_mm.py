@@ -1,11 +1,10 @@
 """Grouped matrix product: rows sorted by group, each group multiplied by its matrix, as one operator.
 
-`torch.nn.functional.grouped_mm` does not support float64 and leaves rows after the last group uninitialized; a loop is
-slow where groups are many. The operator here takes whichever holds and is faster, is the same to autograd and the
-compiler in every type, and gives zeros for rows of no group.
+`torch.nn.functional.grouped_mm` does not support float64 and leaves rows after the last group uninitialized. The
+operator here takes it where there is a kernel, which no loop over groups is faster than, and else loops. It is the same
+to autograd and the compiler in every type, and gives zeros for rows of no group.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ALIGNMENT = 16  # bytes that rows' strides must be multiples of for torch's own operator
-_FEW_ROWS = 16  # of a group on a CPU: below, a loop in float32 is the faster (measured; torch-2.13)
 
 
 def reference_multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -32,7 +30,7 @@ def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     x (T, in), weight (G, out, in), ends (G,) int64, not falling -> (T, out). Rows from ends[-1] on are zeros, and get
     zeros as their gradient. A group without rows is fine; its matrix's gradient is zeros.
     """
-    out: Tensor = torch.ops.phalanx.grouped_mm(x, weight, ends)
+    out: Tensor = _Product.apply(x, weight, ends)
     return out
 
 
@@ -42,12 +40,12 @@ def multiply_group_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def _is_torch_faster(x: Tensor, widths: tuple[int, int], groups: int) -> bool:
-    """Whether torch has a kernel for these operands, and it is worth it."""
+def _has_kernel(x: Tensor, widths: tuple[int, int]) -> bool:
+    """Whether torch has a kernel for these operands."""
     aligned = all(width * x.dtype.itemsize % _ALIGNMENT == 0 for width in widths)
     if not aligned or x.shape[0] == 0 or x.dtype.itemsize > 4:
         return False
-    return x.dtype == torch.bfloat16 or (x.device.type == "cpu" and x.shape[0] >= _FEW_ROWS * groups)
+    return x.dtype == torch.bfloat16 or x.device.type == "cpu"
 
 
 def _counts(ends: Tensor) -> list[int]:
@@ -58,14 +56,28 @@ def _counts(ends: Tensor) -> list[int]:
 
 def _without_tail(x: Tensor, ends: Tensor) -> Tensor:
     """`x` with zeros from ends[-1] on, without waiting for the device."""
+    if x.device.type == "cpu" and int(ends[-1]) == x.shape[0]:
+        return x
     return x.masked_fill_(torch.arange(x.shape[0], device=x.device)[:, None] >= ends[-1], 0)
 
 
-@torch.library.custom_op(
-    "phalanx::grouped_mm", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor ends) -> Tensor"
-)
+_library = torch.library.Library("phalanx", "FRAGMENT")
+
+
+def _operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Make a function an operator. Not torch.library.custom_op, whose wrappers take as long as a small product."""
+
+    def define(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        _library.define(schema)
+        _library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+        return function
+
+    return define
+
+
+@_operator("grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor")
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if _is_torch_faster(x, (weight.shape[1], weight.shape[2]), weight.shape[0]):
+    if _has_kernel(x, (weight.shape[1], weight.shape[2])):
         product = F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends.to(torch.int32))
         return _without_tail(product, ends)
     counts, out = _counts(ends), x.new_empty(x.shape[0], weight.shape[1])
@@ -77,11 +89,9 @@ def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op(
-    "phalanx::grouped_mm_weight_grad", mutates_args=(), schema="(Tensor grad, Tensor x, Tensor ends) -> Tensor"
-)
+@_operator("grouped_mm_weight_grad(Tensor grad, Tensor x, Tensor ends) -> Tensor")
 def _grouped_mm_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    if _is_torch_faster(x, (grad.shape[1], x.shape[1]), ends.shape[0]):
+    if _has_kernel(x, (grad.shape[1], x.shape[1])):
         return F.grouped_mm(grad.contiguous().T, x.contiguous(), offs=ends.to(torch.int32))
     counts = _counts(ends)
     parts = [*counts, x.shape[0] - sum(counts)]
@@ -91,28 +101,30 @@ def _grouped_mm_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@_grouped_mm.register_fake
+@torch.library.register_fake("phalanx::grouped_mm", lib=_library)
 def _grouped_mm_shape(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-@_grouped_mm_weight_grad.register_fake
+@torch.library.register_fake("phalanx::grouped_mm_weight_grad", lib=_library)
 def _grouped_mm_weight_grad_shape(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
 
 
-def _keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, ends = inputs
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, ends)
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, ends)
+        out: Tensor = torch.ops.phalanx.grouped_mm(x, weight, ends)
+        return out
 
-
-@functools.partial(_grouped_mm.register_autograd, setup_context=_keep_operands)
-def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    x, weight, ends = ctx.saved_tensors
-    grad_x = None if weight is None else torch.ops.phalanx.grouped_mm(grad, weight.transpose(1, 2), ends)
-    grad_weight = None if x is None else multiply_group_gradients(grad, x, ends)
-    return grad_x, grad_weight, None
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, ends = ctx.saved_tensors
+        to_x = None if weight is None else torch.ops.phalanx.grouped_mm(grads[0], weight.transpose(1, 2), ends)
+        to_weight = None if x is None else multiply_group_gradients(grads[0], x, ends)
+        return to_x, to_weight, None
 
 
 # --------------------------------------------------------------------------------------------------- rows to and fro

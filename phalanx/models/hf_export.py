@@ -28,13 +28,16 @@ _INDEX = "model.safetensors.index.json"
 _CHUNK_ELEMENTS = 1 << 20  # converted and written at a time, so that no tensor is in memory twice
 
 
-def plan_shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, max_shard_bytes: int) -> list[list[str]]:
+Dtypes = Mapping[str, torch.dtype]  # by the name of a tensor there
+
+
+def plan_shards(shapes: dict[str, tuple[int, ...]], dtypes: Dtypes, max_shard_bytes: int) -> list[list[str]]:
     """Plan the files of an export: names of `shapes` by file, in order; no file of several tensors exceeds
     `max_shard_bytes`."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, shape in shapes.items():
-        size = dtype.itemsize * math.prod(shape)
+        size = dtypes[name].itemsize * math.prod(shape)
         if shards[-1] and used + size > max_shard_bytes:
             shards.append([])
             used = 0
@@ -79,8 +82,10 @@ def export(
                 at += math.prod(shape)
         else:
             parts.setdefault(places[name].name, {})[name] = places[name]
+    at_least_32 = torch.promote_types(dtype, torch.float32)
+    dtypes = {theirs: at_least_32 if theirs.endswith(model_class.hf_wide) else dtype for theirs in parts}
     with new_folder(Path(folder)) as temporary:
-        _write_weights(temporary, parts, tensor_of, dtype, max_shard_bytes, progress, finished)
+        _write_weights(temporary, parts, tensor_of, dtypes, max_shard_bytes, progress, finished)
         _write_json(temporary / "config.json", config)
         copy_tokenizer(tokenizer_folder, temporary)
         _write_generation_config(temporary, config)
@@ -100,7 +105,8 @@ def export_plain(
     """Write safetensors files of parameters by our names, and `texts` by file name; otherwise as `export`."""
     with new_folder(Path(folder)) as temporary:
         parts: Parts = {name: {name: Place(name, shape, shape)} for name, shape in shapes.items()}
-        _write_weights(temporary, parts, tensor_of, dtype, max_shard_bytes, progress, finished)
+        dtypes = dict.fromkeys(parts, dtype)
+        _write_weights(temporary, parts, tensor_of, dtypes, max_shard_bytes, progress, finished)
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
 
@@ -138,20 +144,20 @@ def _write_weights(
     folder: Path,
     parts: Parts,
     tensor_of: Callable[[str], Tensor],
-    dtype: torch.dtype,
+    dtypes: Dtypes,
     max_shard_bytes: int,
     progress: Callable[[int], None] | None,
     finished: Callable[[Path], None] | None,
 ) -> None:
     tensor_of = _asked_once(tensor_of)
     stored = {theirs: next(iter(held.values())).stored for theirs, held in parts.items()}
-    shards = plan_shards(stored, dtype, max_shard_bytes)
+    shards = plan_shards(stored, dtypes, max_shard_bytes)
     weight_map: dict[str, str] = {}
     total_bytes = 0
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         held = {theirs: parts[theirs] for theirs in names}
-        total_bytes += _write_file(folder / file, held, tensor_of, dtype, progress)
+        total_bytes += _write_file(folder / file, held, tensor_of, dtypes, progress)
         if finished is not None:
             finished(folder / file)
         weight_map |= dict.fromkeys(held, file)
@@ -163,7 +169,7 @@ def _write_file(
     path: Path,
     tensors: Parts,
     tensor_of: Callable[[str], Tensor],
-    dtype: torch.dtype,
+    dtypes: Dtypes,
     progress: Callable[[int], None] | None,
 ) -> int:
     """Write a safetensors file and return the bytes of its tensors. `tensors`: name in the file -> places of our
@@ -171,19 +177,20 @@ def _write_file(
 
     The library's function needs all tensors in memory at once.
     """
-    called = next(name for name, known in STORED_DTYPES.items() if known == dtype)
+    called = {dtype: name for name, dtype in STORED_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for theirs, parts in tensors.items():
         shape = next(iter(parts.values())).stored
-        stop = at + math.prod(shape) * dtype.itemsize
-        header[theirs] = {"dtype": called, "shape": shape, "data_offsets": [at, stop]}
+        stop = at + math.prod(shape) * dtypes[theirs].itemsize
+        header[theirs] = {"dtype": called[dtypes[theirs]], "shape": shape, "data_offsets": [at, stop]}
         at = stop
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)  # the tensors begin at a multiple of 8 bytes
     with open(path, "wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
-        for parts in tensors.values():
+        for theirs, parts in tensors.items():
+            dtype = dtypes[theirs]
             flat = _whole_tensor(parts, tensor_of, dtype)
             for part in flat.split(_CHUNK_ELEMENTS):
                 file.write(part.to(device="cpu", dtype=dtype).contiguous().view(torch.uint8).numpy().data)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -282,12 +283,24 @@ class Weights:
         known |= {self._theirs("head.weight")} if tied else set()
         # Old versions of transformers stored rotary frequencies, which follow from the config.
         extra = [name for name in self._path_of if name not in known and not name.endswith("rotary_emb.inv_freq")]
-        extra = [name for name in extra if not self.model_class.ignores_hf_name(name)]
+        extra = self._without_layers_ahead(spec, [n for n in extra if not self.model_class.ignores_hf_name(n)])
         if extra:
             raise ConfigError(
                 f"{self._path_of[extra[0]]} holds {_few(extra)}, which a model of this config.json does not have; use "
                 "weights and a config.json of one model."
             )
+
+    def _without_layers_ahead(self, spec: ModelSpec, extra: list[str]) -> list[str]:
+        """Names of tensors without those of layers behind the last that predict further tokens."""
+        end = self.model_class.hf_ahead
+        marks = (re.fullmatch(r"(.*\.layers\.)(\d+)" + re.escape(end), name) for name in (extra if end else ()))
+        ahead = tuple(f"{mark[1]}{mark[2]}." for mark in marks if mark is not None and int(mark[2]) >= spec.layers)
+        if ahead:
+            warnings.warn(
+                f"{self.folder} has layers that predict further tokens ({_few(list(ahead))}), which are not read",
+                stacklevel=3,
+            )
+        return [name for name in extra if not name.startswith(ahead)] if ahead else extra
 
     def _check_stacks(self, stacks: dict[str, dict[str, tuple[int, ...]]]) -> None:
         """Raises ConfigError unless all matrices of experts are there, of the shapes and types that they should be."""

@@ -2,7 +2,7 @@
 
 A chosen matrix W (out, in) computes x W^T + alpha / rank * dropout(x) A^T B^T, where only A (rank, in) and B (out,
 rank) are trained. They are parameters `lora_a` and `lora_b` of the matrix's module; other parameters keep their names
-and are frozen.
+and are frozen. Stacks of experts have an A and a B for each expert (moe.py).
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import ATTENTION_TARGETS, LORA_TARGETS, LoraSpec
+from phalanx.layout.model_shape import ATTENTION_TARGETS, EXPERT_TARGETS, LORA_TARGETS, LoraSpec
 from phalanx.models.counter_rng import CounterRNG, derive_key, uniform
 from phalanx.models.layers import Linear
 
@@ -65,6 +65,15 @@ def apply_lora(model: nn.Module, lora: LoraSpec) -> None:
                     "choose targets that it has"
                 )
             block.set_submodule(path, LoraLinear(found, lora, number))
+        for target in sorted(set(EXPERT_TARGETS) & set(lora.targets)):
+            module, _, stack = target.partition(".")
+            add_adapter = getattr(dict(block.named_modules()).get(f"mlp.{module}"), "add_adapter", None)
+            if add_adapter is None:
+                raise ConfigError(
+                    f"model.lora.targets names {target}, but layers.{index} of the model has no experts; choose "
+                    "targets that it has"
+                )
+            add_adapter(stack, lora)
     if lora.dropout > 0.0:
         _check_draws(model)
 
@@ -106,8 +115,20 @@ def adapter_names(lora: LoraSpec, layers: int) -> Iterator[tuple[str, str, str]]
     """(matrix, A, B): the names of each adapted matrix and of its adapter, layer by layer."""
     for index in range(layers):
         for target in lora.targets:
-            module = f"layers.{index}.{MODULES[target]}"
-            yield f"{module}.weight", f"{module}.lora_a", f"{module}.lora_b"
+            matrix = f"layers.{index}.mlp.{target}"
+            module = f"{matrix}_adapter"
+            if target in MODULES:
+                module = f"layers.{index}.{MODULES[target]}"
+                matrix = f"{module}.weight"
+            yield matrix, f"{module}.lora_a", f"{module}.lora_b"
+
+
+def adapter_shapes(shape: tuple[int, ...], rank: int, transposed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of A and B of a matrix (out, in) or a stack (E, out, in), or `transposed` (E, in, out)."""
+    *experts, out, into = shape
+    if experts and transposed:
+        out, into = into, out
+    return (*experts, rank, into), (*experts, out, rank)
 
 
 def init_adapter_slice(
@@ -121,12 +142,18 @@ def init_adapter_slice(
         return torch.zeros(stop - start, device=device, dtype=dtype)
     wide = torch.promote_types(dtype, torch.float32)
     values = uniform(derive_key(seed, name), start, stop, device=device, dtype=wide)
-    return values.mul_(2.0).sub_(1.0).mul_(shape[1] ** -0.5).to(dtype)
+    return values.mul_(2.0).sub_(1.0).mul_(shape[-1] ** -0.5).to(dtype)
 
 
-def merge_adapter(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """weight + scale * B A, computed in float32 (float64 where any of them is) and returned so."""
+def merge_adapter(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, transposed: bool = False) -> Tensor:
+    """weight + scale * B A, computed in float32 (float64 where any of them is) and returned so; `transposed`: a stack
+    is (E, in, out)."""
     wide = torch.promote_types(torch.promote_types(weight.dtype, lora_a.dtype), torch.float32)
+    if weight.dim() == 3:
+        right, left = (each.to(wide) for each in (lora_a, lora_b))
+        if transposed:
+            left, right = right.transpose(1, 2), left.transpose(1, 2)
+        return torch.baddbmm(weight.to(wide), left, right, alpha=scale)
     return torch.addmm(weight.to(wide), lora_b.to(wide), lora_a.to(wide), alpha=scale)
 
 

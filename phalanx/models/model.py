@@ -122,6 +122,10 @@ class Architecture(Model):
     hf_grouped: ClassVar[bool] = False
     # Suffixes of our names of matrices that are stored (in, out) there.
     hf_transposed: ClassVar[tuple[str, ...]] = ()
+    # Suffixes of names there that are stored in float32 at least.
+    hf_wide: ClassVar[tuple[str, ...]] = ()
+    # Suffix of a tensor there in each layer behind the last that predicts further tokens, which is not read.
+    hf_ahead: ClassVar[str] = ""
     # Keys of config.json that replace or extend those of the built-in architecture, such as "architectures".
     hf_config: ClassVar[dict[str, Any]] = {}
     # (parameter's name, spec) -> its initialization rule.

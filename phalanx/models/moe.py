@@ -16,6 +16,11 @@ gradient is exact however the step is divided:
 | `sequence` | the token's own row (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024) |
 | `step_before` | all tokens of the step before; even in the first |
 | `step` | all tokens of the step, which a forward pass ahead of it counts (Qiu et al., "Demons in the Detail", 2025) |
+| `bias` | the token's own row, as a complement of what follows |
+
+With `bias` the corrections of sigmoid scores balance: after a step each moves by a fixed rate, up where the expert had
+fewer of the step's tokens than the mean, and down where it had more (Wang et al., "Auxiliary-Loss-Free Load Balancing
+Strategy for Mixture-of-Experts", 2024). They are in the choice of experts alone, not in their weights.
 
 Tokens without a label count for nothing. With several layers the loss is the mean of the layers'; `over: model` takes
 the mean of their f_e first, as transformers does.
@@ -29,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.layout.model_shape import ModelSpec
+from phalanx.layout.model_shape import LoraSpec, ModelSpec
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.grouped_mm import multiply_groups, sort_rows, unsort_rows
 from phalanx.models.layers import IGNORE_INDEX
@@ -56,25 +61,25 @@ class Router(nn.Module):
         correction = nn.Parameter(torch.zeros(spec.moe.experts)) if spec.moe.scores == "sigmoid" else None
         self.register_parameter("correction", correction)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, D) -> logits (T, E) in float32 or better, the chosen experts (T, k) int64, the best first, and their
-        weights (T, k)."""
+        weights (T, k). A `correction` (E,) replaces the parameter, which an engine rounds to the compute type."""
         wide = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
         scores = logits.softmax(-1) if self.correction is None else logits.sigmoid()
         # topk takes any of equal scores; a stable sort the first.
-        chosen = _sort(self.rank(logits.detach(), scores.detach()))[:, : self.moe.experts_per_token]
+        chosen = _sort(self.rank(logits.detach(), scores.detach(), correction))[:, : self.moe.experts_per_token]
         weights = scores.gather(1, chosen)
         if self.moe.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, chosen, weights * self.moe.scale if self.moe.scale != 1.0 else weights
 
-    def rank(self, logits: Tensor, scores: Tensor) -> Tensor:
+    def rank(self, logits: Tensor, scores: Tensor, correction: Tensor | None) -> Tensor:
         """By what experts are chosen, (T, E): logits, or corrected scores within the best groups. A group is as good as
         its best two."""
         if self.correction is None:
             return logits
-        ranked = scores + self.correction.detach().to(scores.dtype)
+        ranked = scores + (self.correction.detach() if correction is None else correction).to(scores.dtype)
         if self.moe.groups == 1:
             return ranked
         grouped = ranked.unflatten(1, (self.moe.groups, -1))
@@ -95,13 +100,28 @@ def _sort(scores: Tensor) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices
 
 
+class StackAdapter(nn.Module):
+    """A LoRA adapter (lora.py) of each matrix of a stack: A (E, rank, in) and B (E, out, rank)."""
+
+    def __init__(self, experts: int, into: int, out: int, lora: LoraSpec, like: Tensor) -> None:
+        super().__init__()
+        self.lora_a = nn.Parameter(torch.empty(experts, lora.rank, into, device=like.device, dtype=like.dtype))
+        self.lora_b = nn.Parameter(torch.empty(experts, out, lora.rank, device=like.device, dtype=like.dtype))
+        self.scale = lora.scale
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """rows (N, in), sorted by expert -> (N, out): what is added to the product with the stack."""
+        return multiply_groups(multiply_groups(rows, self.lora_a, ends) * self.scale, self.lora_b, ends)
+
+
 class Experts(nn.Module):
     """The gated feed-forward layers of a layer, in two stacks: gate before up (E, 2 F, D), and down (E, D, F).
 
     `multiply` is multiply_groups, or an FP8 product (parallel/fp8.py). With `exchange` (parallel/experts.py) this rank
-    holds only some of the experts.
+    holds only some of the experts. Stacks may have adapters; `transposed` ones are (E, in, out).
     """
 
+    transposed: ClassVar[bool] = False
     multiply: Callable[..., Tensor] = staticmethod(multiply_groups)
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -113,6 +133,21 @@ class Experts(nn.Module):
         self.activation = ACTIVATIONS[block_options(spec).activation]
         self.experts = moe.experts
         self.exchange: Callable[..., Tensor] | None = None
+        self.register_module("gate_up_adapter", None)
+        self.register_module("down_adapter", None)
+
+    def add_adapter(self, stack: str, lora: LoraSpec) -> None:
+        """Give the stack `gate_up` or `down` an adapter, without values."""
+        weight = self.get_parameter(stack)
+        into, out = weight.shape[1:] if self.transposed else reversed(weight.shape[1:])
+        self.add_module(f"{stack}_adapter", StackAdapter(self.experts, into, out, lora, weight))
+
+    def product(self, stack: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """rows (N, in), sorted by expert, times the matrices of a stack, with its adapter."""
+        weight = getattr(self, stack)
+        found = self.multiply(rows, weight.transpose(1, 2) if self.transposed else weight, ends)
+        adapter = getattr(self, f"{stack}_adapter")
+        return found if adapter is None else found + adapter(rows, ends)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x (T, D), chosen (T, k) int64, weights (T, k) -> (T, D): what the chosen give, weighted."""
@@ -128,13 +163,15 @@ class Experts(nn.Module):
     def feed(self, rows: Tensor, counts: Tensor) -> Tensor:
         """What the experts held here give for rows (N, D), sorted by expert, `counts` (experts,) int64 of each."""
         ends = counts.cumsum(0)
-        gate, up = self.multiply(rows, self.gate_up, ends).chunk(2, dim=-1)
-        return self.multiply(self.activation(gate) * up, self.down, ends)
+        gate, up = self.product("gate_up", rows, ends).chunk(2, dim=-1)
+        return self.product("down", self.activation(gate) * up, ends)
 
 
 class ClampedExperts(Experts):
     """Experts of GPT-OSS: stacks (E, D, 2 F), gate and up by turns, and (E, F, D), as in Hugging Face folders, with
     biases; down((up + 1) * gate * sigmoid(1.702 gate)) of a clamped gate and up."""
+
+    transposed = True
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
@@ -150,10 +187,10 @@ class ClampedExperts(Experts):
         ends = counts.cumsum(0)
         # A product, whose gradient is a sum in a fixed order.
         ones = rows.new_ones(rows.shape[0], 1)
-        found = self.multiply(rows, self.gate_up.transpose(1, 2), ends)
+        found = self.product("gate_up", rows, ends)
         found = found + multiply_groups(ones, self.gate_up_bias[:, :, None], ends)
         gate, up = found[:, ::2].clamp(max=_LIMIT), found[:, 1::2].clamp(-_LIMIT, _LIMIT)
-        found = self.multiply((up + 1) * gate * torch.sigmoid(gate * _SLOPE), self.down.transpose(1, 2), ends)
+        found = self.product("down", (up + 1) * gate * torch.sigmoid(gate * _SLOPE), ends)
         return found + multiply_groups(ones, self.down_bias[:, :, None], ends)
 
 
@@ -203,13 +240,15 @@ class _AddedLoss(torch.autograd.Function):
 
 class ExpertLoad:
     """What training counts of choices, and what it goes by in return. `counts` (layers, E) int64 are of the passes
-    since they were last zeroed; `shares` (layers, E) are f_e, None: of each row; `seed`, 0-dim, is what a sum of losses
-    is multiplied by before the backward pass. Evaluation is not `active`: it counts nothing and adds no loss."""
+    since they were last zeroed; `shares` (layers, E) are f_e, None: of each row; `corrections` (layers, E) are in
+    float32 or better, None: those of the routers; `seed`, 0-dim, is what a sum of losses is multiplied by before the
+    backward pass. Evaluation is not `active`: it counts nothing and adds no loss."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         assert spec.moe is not None
         self.counts = torch.zeros(spec.layers, spec.moe.experts, dtype=torch.int64, device=device)
         self.shares: Tensor | None = None
+        self.corrections: Tensor | None = None
         self.seed: Tensor | None = None
         self.active = False
 
@@ -241,24 +280,30 @@ class MoEBlock(Block):
         counted: Tensor | None = None,
         seed: Tensor | None = None,
         shares: Tensor | None = None,
+        correction: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `Block`; with int64 counts (E,). `counted` (B, S, 1) int64 is 1 for tokens with a label; `seed` and
-        `shares` are a layer's of ExpertLoad; without a `seed` no loss is added."""
+        """As `Block`; with int64 counts (E,). `counted` (B, S, 1) int64 is 1 for tokens with a label; `seed`, `shares`
+        and `correction` are a layer's of ExpertLoad; without a `seed` no loss is added."""
         x, given = self.attend(x, cos, sin, draws, site, segments)
         if self.has_experts:
-            fed, counts = self.feed_experts(given, counted, seed, shares)
+            fed, counts = self.feed_experts(given, counted, seed, shares, correction)
         else:
             fed = self.feed_forward(given, draws, site)
             counts = torch.zeros(self.experts, dtype=torch.int64, device=x.device)
         return self.add_fed(x, fed, draws, site), counts
 
     def feed_experts(
-        self, x: Tensor, counted: Tensor | None, seed: Tensor | None, shares: Tensor | None
+        self,
+        x: Tensor,
+        counted: Tensor | None,
+        seed: Tensor | None,
+        shares: Tensor | None,
+        correction: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """x (B, S, D) -> what the experts give for it, and the counts of choices."""
         assert isinstance(self.mlp, MoELayer)
         rows, length = x.shape[:2]
-        logits, chosen, weights = self.mlp.router(x.flatten(0, 1))
+        logits, chosen, weights = self.mlp.router(x.flatten(0, 1), correction)
         fed = self.mlp.experts(x.flatten(0, 1), chosen, weights).unflatten(0, (rows, length))
         fed = fed if self.mlp.shared is None else fed + self.mlp.shared(x)
         if counted is None:
@@ -274,7 +319,7 @@ class MoEBlock(Block):
     def loss_sum(self, logits: Tensor, counted: Tensor, by_row: Tensor, shares: Tensor | None) -> Tensor | None:
         """What is added to the sum of the losses of tokens: logits (B, S, E), counted (B, S, 1), by_row (B, E)."""
         loss, here = None, counted.to(logits.dtype)
-        if self.balance in ("sequence", "step_before", "step"):
+        if self.balance != "none":
             if shares is None:
                 shares = (by_row.to(logits.dtype) / counted.sum(1).clamp(min=1))[:, None]  # (B, 1, E)
             assert isinstance(self.mlp, MoELayer)
@@ -307,9 +352,9 @@ class MoEDecoder(Llama):
         if load is None:
             hidden: Tensor = block(*args)[0]
             return hidden
-        shares = None if load.shares is None else load.shares[number]
+        shares, correction = (None if each is None else each[number] for each in (load.shares, load.corrections))
         counted = None if labels is None else (labels != IGNORE_INDEX).to(torch.int64)[:, :, None]
-        hidden, counts = block(*args, counted, load.seed if load.active else None, shares)
+        hidden, counts = block(*args, counted, load.seed if load.active else None, shares, correction)
         if load.active:
             load.counts[number] += counts
         return hidden

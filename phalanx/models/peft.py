@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import LORA_TARGETS, LoraSpec
+from phalanx.layout.model_shape import EXPERT_TARGETS, LORA_TARGETS, LoraSpec
 from phalanx.models.hf_layout import Place
 from phalanx.models.lora import MODULES, adapter_names
+from phalanx.models.peft_experts import (
+    KEY,
+    join_experts,
+    name_wrapper,
+    read_expert_targets,
+    split_experts,
+    write_expert_targets,
+)
 
 CONFIG, WEIGHTS, WEIGHTS_BIN = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 BASE = "base_sha256"  # a key of the safetensors metadata
@@ -39,7 +47,7 @@ _HARMLESS = {
     "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
     "lora_alpha",
     "lora_dropout", "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
-    "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+    "rank_pattern", "revision", "runtime_config", "target_modules", KEY, "task_type", "use_rslora",
 }  # fmt: skip
 # Values of `init_lora_weights` that leave the base weights unchanged; others modify them.
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal")
@@ -83,12 +91,18 @@ class Adapter:
             if f"{_PREFIX}{_matrix(hf_name, index, target)}.lora_A.weight" in self._tensors
         }
         self._check_patterns(config, int(rank), layers, hf_name, places)
+        experts = read_expert_targets(config)
+        if experts is None or (experts and (config.get("rank_pattern") or config.get("alpha_pattern"))):
+            raise _refusal(where, KEY, config.get(KEY), write_expert_targets(EXPERT_TARGETS) if experts is None else [])
         lora = LoraSpec(rank=int(rank), alpha=alpha, dropout=dropout, targets=_ordered(found))
         for matrix, a, b in adapter_names(lora, layers):
             module = _PREFIX + hf_name(matrix).removesuffix(".weight")
             self._names |= {a: f"{module}.lora_A.weight", b: f"{module}.lora_B.weight"}
         used = self._split(lora, layers, places)
-        lora = replace(lora, targets=_ordered(used))
+        stacks = replace(lora, targets=_ordered(experts))
+        for a, b, module in _expert_wrappers(stacks, layers, hf_name):
+            self._names |= {a: f"{module}.lora_A.weight", b: f"{module}.lora_B.weight"}
+        lora = replace(lora, targets=_ordered(used | experts))
         weights = f"the weights in {self.folder}"
         missing = [name for name in self._names.values() if name not in self._tensors]
         if missing:
@@ -104,6 +118,14 @@ class Adapter:
             )
         if not self._names:
             raise ConfigError(f"{weights} contain no adapter; fetch the folder's files again")
+        for a, b, module in _expert_wrappers(stacks, layers, hf_name):
+            split = split_experts(self._tensors[self._names[a]], self._tensors[self._names[b]], lora.rank)
+            if split is None:
+                raise ConfigError(
+                    f"{weights} hold {module}.lora_A and lora_B of shapes that are of no whole number of experts of "
+                    f"rank {lora.rank}; fetch the folder's files again"
+                )
+            self._parts |= dict(zip((a, b), split, strict=True))
         return lora
 
     def _check_patterns(
@@ -204,7 +226,15 @@ def _is_transposed(places: Mapping[str, Place]) -> bool:
 
 
 def _ordered(targets: set[str]) -> tuple[str, ...]:
-    return tuple(target for target in LORA_TARGETS if target in targets)
+    return tuple(target for target in (*LORA_TARGETS, *EXPERT_TARGETS) if target in targets)
+
+
+def _expert_wrappers(lora: LoraSpec, layers: int, hf_name: HfName) -> Iterator[tuple[str, str, str]]:
+    """(A, B, the module that PEFT wraps their stack by), layer by layer; of no other adapters."""
+    targets = [target for target in lora.targets if target in EXPERT_TARGETS]
+    names = adapter_names(replace(lora, targets=tuple(targets)), layers)
+    for (_, a, b), (index, target) in zip(names, itertools.product(range(layers), targets), strict=True):
+        yield a, b, _PREFIX + name_wrapper(hf_name, index, target, targets)
 
 
 def _known_targets(hf_name: HfName) -> list[str]:
@@ -303,6 +333,11 @@ def save_adapter(
     """
     tensors: dict[str, Tensor] = {}
     places, ranks = places or {}, dict[str, int]()
+    for a, b, module in _expert_wrappers(lora, layers, hf_name):
+        joined = join_experts(*(tensor_of(name).detach().to("cpu", dtype, copy=True) for name in (a, b)))
+        tensors |= {f"{module}.lora_{kind}.weight": each for kind, each in zip("AB", joined, strict=True)}
+    experts = write_expert_targets(lora.targets)
+    lora = replace(lora, targets=tuple(target for target in lora.targets if target in MODULES))
     for matrix, a, b in adapter_names(lora, layers):
         module = _PREFIX + hf_name(matrix).removesuffix(".weight")
         theirs_a, theirs_b = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
@@ -330,6 +365,7 @@ def save_adapter(
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": list(dict.fromkeys(_names_of_targets(lora, hf_name))),
+        KEY: experts or None,
         "bias": "none",
         "fan_in_fan_out": _is_transposed(places),
         "inference_mode": True,

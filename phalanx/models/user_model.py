@@ -37,6 +37,8 @@ def load_family_class(name: str) -> type[Architecture]:
         "hf_stacks": family.hf.stacks,
         "hf_grouped": family.hf.grouped,
         "hf_transposed": family.hf.transposed,
+        "hf_wide": family.hf.wide,
+        "hf_ahead": family.hf.ahead,
         "other_hf_names": staticmethod(functools.partial(_list_other_names, family.hf)),
         "ignores_hf_name": staticmethod(lambda theirs: theirs.endswith(family.hf.ignored)),
     }

@@ -10,7 +10,7 @@ from phalanx.config.schema import Config
 from phalanx.config.validation import find_problems_for_world
 from phalanx.core.errors import ConfigError
 from phalanx.layout.buckets import COMPRESSED_BYTES
-from phalanx.layout.model_shape import ModelSpec
+from phalanx.layout.model_shape import EXPERT_TARGETS, ModelSpec
 from phalanx.models.families.catalog import block_options
 from phalanx.planner.cluster import ClusterSpec
 from phalanx.planner.layout_choice import LayoutChoice
@@ -74,7 +74,13 @@ def shape_of(config: Config, folder_spec: ModelSpec | None = None) -> ModelSpec:
             )
     if folder_spec is None and config.model.preset is None and config.model.vocab_size == "auto":
         config = load.update_config(config, {"model.vocab_size": config.data.tokenizer_vocab})
-    return build_model_spec(_with_adapters(config), folder_spec)
+    spec = build_model_spec(_with_adapters(config), folder_spec)
+    if spec.lora is not None and set(EXPERT_TARGETS) & set(spec.lora.targets):
+        raise ConfigError(
+            "a plan does not know adapters of experts, which model.lora.targets names; set model.lora.targets to some "
+            "of q, k, v, o, or `phalanx train --dry-run` for its memory"
+        )
+    return spec
 
 
 def _with_adapters(config: Config) -> Config:

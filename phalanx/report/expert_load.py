@@ -1,6 +1,6 @@
 """The load of experts as a heat map, layers by experts, from the newest evaluation's event."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.core.records import EventKind
@@ -26,12 +26,24 @@ def read_expert_loads(event: Mapping[str, Any]) -> tuple[list[int], list[list[fl
     return layers, loads
 
 
-def render_expert_card(events: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Card of the heat map; none for a model without experts."""
-    found = [read_expert_loads(event) for event in events if event.get("kind") == EventKind.EVALUATED]
-    layers, loads = next((each for each in reversed(found) if each[0]), ([], []))
+def find_newest_loads(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The newest loads of experts: `layers` and `load` as of `read_expert_loads`, a `note`, and the load of the `full`
+    colour; None for a model without experts."""
+    found = (read_expert_loads(event) for event in reversed(events) if event.get("kind") == EventKind.EVALUATED)
+    layers, loads = next((each for each in found if each[0]), ([], []))
     if not layers:
+        return None
+    most, least = max(map(max, loads)), min(map(min, loads))
+    note = f"rows are layers, columns are experts; the busiest has {most:.2f} times the mean, the idlest {least:.2f}"
+    return {"layers": layers, "load": loads, "note": note, "full": FULL_COLOUR}
+
+
+def render_expert_card(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Card of the heat map; none for a model without experts."""
+    found = find_newest_loads(events)
+    if found is None:
         return []
+    layers, loads = found["layers"], found["load"]
     width, height = CELL * len(loads[0]), CELL * len(loads)
     cells = "".join(
         f'<rect x="{CELL * expert}" y="{CELL * row}" width="{CELL}" height="{CELL}" '
@@ -44,7 +56,5 @@ def render_expert_card(events: Iterable[Mapping[str, Any]]) -> list[str]:
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
         f'aria-label="load of each expert" fill="var(--orange)">{cells}</svg>'
     )
-    most, least = max(map(max, loads)), min(map(min, loads))
-    note = f"rows are layers, columns are experts; the busiest has {most:.2f} times the mean, the idlest {least:.2f}"
-    head = f"<h3>Load of experts<span>{note}</span></h3>"
+    head = f"<h3>Load of experts<span>{found['note']}</span></h3>"
     return [f'<section class="card">{head}<div class="scroll">{drawn}</div></section>']

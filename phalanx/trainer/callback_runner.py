@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from phalanx.checkpoint.disk.load import Checkpoint, list_steps, step_folder
 from phalanx.comm.mesh import Mesh
 from phalanx.comm.rendezvous import JsonGroup
@@ -173,10 +175,11 @@ class CallbackRunner:
             else:
                 self._call("on_save", int(record["step"]))
 
-    def send_weights(self, engine: Engine) -> None:
-        """Pass the weights to the callbacks. Collective."""
+    def send_weights(self, engine: Engine, moved: Mapping[str, Tensor]) -> None:
+        """Pass the weights to the callbacks, and those that are `moved` beside the engine. Collective."""
         with engine.full_parameters() as whole:
-            copies = {name: each.detach().cpu().clone() for name, each in whole.items()} if self._callbacks else {}
+            held = {**whole, **moved}
+            copies = {name: each.detach().cpu().clone() for name, each in held.items()} if self._callbacks else {}
         self._call("on_weights", copies)
 
     def end_training(self, step: int, reason: str | None) -> None:

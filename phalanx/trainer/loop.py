@@ -261,6 +261,12 @@ class TrainingLoop:
             setup.saver.protected = step
         setup.callbacks.dispatch()
 
+    def send_weights(self) -> None:
+        """Pass the weights to the callbacks. Collective."""
+        parts = self.setup.components
+        moved = {} if parts.expert_balance is None else parts.expert_balance.corrections()
+        self.setup.callbacks.send_weights(parts.engine, moved)
+
     def needs_checkpoint(self, step: int) -> bool:
         """Whether a step is checkpointed: by `checkpoint.every`, as the best so far, or at a callback's request."""
         setup = self.setup
@@ -279,6 +285,8 @@ class TrainingLoop:
             dtype = "float64" if setup.job.config.train.dtype == "fp64" else "float32"
             parameters = {name: (shape, dtype) for name, shape in setup.components.model_part.shapes.items()}
             pieces = setup.components.model_part.checkpoint_pieces(setup.components.engine)
+            if setup.components.expert_balance is not None:
+                pieces = setup.components.expert_balance.put_into(pieces)
             header = self.checkpoint_header(step, self.recorder.total_tokens) | setup.callbacks.to_header(step)
             setup.saver.save(header, parameters, pieces, setup.placement.attempt)
             return True
@@ -330,6 +338,8 @@ def evaluate_all(setup: TrainingSetup, step: int, limit: int) -> dict[str, float
     """Evaluation loss on each held-out set, over `limit` sequences, weighted as in training; the same on all ranks."""
     components, records = setup.components, setup.records
     losses: dict[str, float] = {}
+    if components.expert_balance is not None:
+        components.expert_balance.use_last_step()
     if not components.held_out and limit:
         message = "no evaluation: the held-out documents are shorter than one sequence (data.held_out)"
         if components.workload.spec is None:

@@ -99,7 +99,7 @@ def run_steps(loop: TrainingLoop, start: int) -> ExitCode:
             continue
         if pauses:
             if CallbackRequest.WEIGHTS in setup.callbacks.due_requests:
-                setup.callbacks.send_weights(setup.components.engine)
+                loop.send_weights()
             if evaluates and not last:
                 evaluated = step
                 loop.evaluate(step)
@@ -155,7 +155,7 @@ def finish_interrupted_step(loop: TrainingLoop, resume_point: ResumePoint, stopp
             loop.evaluate(step)
         return step
     if CallbackRequest.WEIGHTS in due:
-        setup.callbacks.send_weights(setup.components.engine)
+        loop.send_weights()
     evaluates = is_due(step, config.train.eval_every) or CallbackRequest.EVALUATE in due
     if evaluates and step < config.train.steps and not evaluated:
         loop.evaluate(step)

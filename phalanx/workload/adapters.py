@@ -13,6 +13,7 @@ from torch import nn
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.run_paths import BASE_WEIGHTS, RunPaths
 from phalanx.layout.model_shape import ModelSpec
+from phalanx.models.families.catalog import block_options
 from phalanx.models.hf_layout import find_adapter_places
 from phalanx.models.hf_weights import Weights
 from phalanx.models.lora import MODULES, adapter_names, fingerprint_weights, merge_adapter
@@ -132,7 +133,7 @@ def make_merged_reader(
         if name not in adapters:
             return base
         a, b = (read_trained(part) for part in adapters[name])
-        return merge_adapter(base, a, b, lora.scale)
+        return merge_adapter(base, a, b, lora.scale, block_options(spec).experts == "clamped")
 
     return read
 

@@ -58,11 +58,14 @@ def test_batch_norm_reads_the_sums_of_all_ranks_when_they_are_there(delay_ms: in
     assert torch.allclose(torch.tensor(first[2][0]), plain[2].running_mean, atol=1e-6)
 
 
-@pytest.mark.parametrize("balance", some(["step_before", "step"], 1))
+@pytest.mark.parametrize("balance", some(["step_before", "step", "bias"], 1, 2))
 def test_experts_go_by_the_loads_of_all_ranks(balance: str, tokens: Path, tmp_path: Path) -> None:
     experts = {"experts": 5, "experts_per_token": 2, "balance_weight": 0.5, "balance": balance}
     model = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 44, "vocab_size": 61}
     model |= {"architecture": "mixtral", "moe": experts}
+    if balance == "bias":
+        model |= {"architecture": "deepseek_v3", "latent": [0, 12, 4, 6], "kv_heads": 4}
+        model |= {"moe": experts | {"bias_rate": 0.1}}
     changes = SHARDED | {"model": model, "train__micro_batch": 2}
     how = {"order": "threads", "delay_ms": 2, "seed": 1}
     found = on_device(2, tmp_path / "run", tokens, how, **changes | {"parallel__zero": 3})

@@ -25,7 +25,7 @@ from phalanx.workload.build import build_components
 from tests.dist.test_in_memory_checkpoints import MOMENTS, killed, resumed, shared
 from tests.helpers import run_ranks
 from tests.numerics.runs import Outcome, distance, farthest, job, on_one_thread, walk
-from tests.numerics.test_moe import BASE, EXPERTS
+from tests.numerics.test_moe import BASE, EXPERTS, keys_of, loads
 from tests.unit.test_moe import SPEC
 
 __all__ = ["shared"]
@@ -152,11 +152,15 @@ def assert_close(found: Outcome, quiet: Outcome) -> None:
         assert distance(found.state, quiet.state, kind) < 1e-9
 
 
-def test_a_killed_run_goes_on_from_memory(quiet: Outcome, tokens: Path, tmp_path: Path, shared: Path) -> None:
-    dotted = {key.replace("__", "."): value for key, value in RUN.items()}
+def test_a_killed_run_goes_on_from_memory(tokens: Path, tmp_path: Path, shared: Path) -> None:
+    """Corrections are state as weights are."""
+    keys = keys_of("bias") | {"train__steps": 4, "optim__decay_steps": 6}
+    quiet = walk(1, tmp_path / "quiet", tokens, **keys)
+    dotted = {key.replace("__", "."): value for key, value in keys.items()}
     changes = dotted | {"parallel.expert": 2, "balance.experts": [3, 2], "train.eval_sequences": 11}
     found = killed(2, tmp_path / "run", tokens, shared, [(MOMENTS[2], 2, 1), (MOMENTS[3], 3, 0)], **changes)
     assert_close(found, quiet)
+    assert loads(tmp_path / "run") == loads(tmp_path / "quiet") is not None
     assert all(memory for _, memory in resumed(tmp_path / "run")), resumed(tmp_path / "run")
 
 

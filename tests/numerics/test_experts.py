@@ -20,7 +20,7 @@ from phalanx.models.moe import moe_init_rule
 from phalanx.models.user_model import build_on_meta, load_family_class
 from tests.helpers import ALL
 from tests.numerics.runs import VOCAB, Outcome, distance, events, farthest, walk
-from tests.numerics.test_moe import BALANCES, BASE, EXPERTS, loads
+from tests.numerics.test_moe import BALANCES, BASE, EXPERTS, keys_of, loads
 from tests.numerics.test_rank_layout import assert_same
 from tests.unit.test_moe import SPEC
 
@@ -77,14 +77,13 @@ def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
     @functools.cache
     def walk_alone(balance: str) -> tuple[Outcome, list[Any]]:
-        run = folder / str(list(BALANCES).index(balance))
-        moe = EXPERTS | BALANCES[balance]
-        return walk(1, run, tokens, masked=True, model__moe=moe, **BASE), list_loads(run)
+        run = folder / balance
+        return walk(1, run, tokens, masked=True, **keys_of(balance)), list_loads(run)
 
     return walk_alone
 
 
-@pytest.mark.parametrize("balance", list(BALANCES) if ALL else ["step_before"])
+@pytest.mark.parametrize("balance", [*BALANCES, "bias"] if ALL else ["step_before"])
 @pytest.mark.parametrize("name", [*DIVISIONS, *(MORE if ALL else [])])
 def test_any_division_of_experts_walks_one_curve(
     name: str, balance: str, tokens: Path, tmp_path: Path, alone: Callable[[str], tuple[Outcome, list[Any]]]
@@ -93,8 +92,7 @@ def test_any_division_of_experts_walks_one_curve(
         pytest.skip("refused")
     whole, counted = alone(balance)
     ranks, shares, more = (DIVISIONS | MORE)[name]
-    moe = EXPERTS | BALANCES[balance]
-    found = walk(ranks, tmp_path / "run", tokens, shares, masked=True, model__moe=moe, **BASE | more)
+    found = walk(ranks, tmp_path / "run", tokens, shares, masked=True, **keys_of(balance) | more)
     print(f"{balance}, {name}: {farthest(found.losses, whole.losses):.1e} {farthest(found.norms, whole.norms):.1e}")
     assert_same(found, whole)
     assert list_loads(tmp_path / "run") == counted
@@ -113,12 +111,16 @@ def test_experts_and_positions_are_divided_together(more: dict[str, Any], tokens
     assert_same(many, one)
 
 
-@pytest.mark.skipif(not ALL, reason="PHALANX_TEST_ALL is not set")
-@pytest.mark.parametrize("lora", [None, {"rank": 3, "alpha": 9, "targets": ["q", "v"]}])
+OF_EXPERTS = {"rank": 3, "alpha": 9, "targets": ["q", "experts.gate_up", "experts.down"]}
+
+
+@pytest.mark.parametrize(
+    "lora", [None, {"rank": 3, "alpha": 9, "targets": ["q", "v"]}, OF_EXPERTS] if ALL else [OF_EXPERTS]
+)
 def test_experts_of_a_folder_are_read_by_who_holds_them(
     lora: dict[str, Any] | None, tokens: Path, tmp_path: Path
 ) -> None:
-    """All weights are trained, or adapters beside frozen experts."""
+    """All weights are trained, or adapters beside frozen experts, or of these."""
     spec, mixtral = replace(SPEC, vocab_size=VOCAB, layers=2), load_family_class("mixtral")
     shapes = {name: tuple(each.shape) for name, each in build_on_meta(spec, mixtral).named_parameters()}
 
@@ -131,8 +133,9 @@ def test_experts_of_a_folder_are_read_by_who_holds_them(
     given: dict[str, Any] = {"model": {"from_hf": str(tmp_path / "hf"), "lora": lora}, "optim__lr": 3e-2}
     given |= {"train__steps": 3, "optim__decay_steps": 3}
     one = walk(1, tmp_path / "one", tokens, **given)
-    for zero in (1, 3):
+    for zero in (1, 3) if ALL else (1,):
         more = {"parallel__expert": 2, "parallel__zero": zero, "balance__experts": [1, 4], "train__micro_batch": 1}
-        many = walk(4, tmp_path / f"zero {zero}", tokens, **given | more)
+        many = walk(4 if ALL else 2, tmp_path / f"zero {zero}", tokens, **given | more)
         assert farthest(many.losses, one.losses) < 1e-9
         assert distance(many.state, one.state, "param") < 1e-9
+        assert any(".experts.down_adapter." in name for name in one.state) == (lora == OF_EXPERTS)

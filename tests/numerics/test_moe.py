@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx.checkpoint.disk.load import Checkpoint, list_steps, step_folder
 from phalanx.core.run_paths import RunPaths
-from phalanx.workload.expert_balance import KEY
+from phalanx.workload.expert_balance import BIAS_KEY, KEY, decode_counts
 from tests.helpers import ALL
 from tests.numerics.runs import Outcome, farthest, same_bits, walk
 from tests.numerics.test_rank_layout import assert_same
@@ -36,25 +37,34 @@ BALANCES = {
     "step": {"balance": "step"},
     "none": {"balance": "none"},
 }
+BIAS = {
+    "model__architecture": "deepseek_v3", "model__latent": [0, 12, 4, 6], "model__kv_heads": 4,
+    "model__moe": EXPERTS | {"balance": "bias", "bias_rate": 0.004},
+}  # fmt: skip
+
+
+def keys_of(balance: str) -> dict[str, Any]:
+    """The recipe's, by what experts are balanced by."""
+    return BASE | (BIAS if balance == "bias" else {"model__moe": EXPERTS | BALANCES[balance]})
 
 
 def loads(run: Path) -> str | None:
-    """The loads of experts in the header of the newest checkpoint."""
+    """The loads of experts, or corrections, in the header of the newest checkpoint."""
     folder = RunPaths(run).checkpoints
     checkpoint = Checkpoint(step_folder(folder, list_steps(folder)[0]))
-    found = checkpoint.header.get(KEY)
+    found = checkpoint.header.get(KEY, checkpoint.header.get(BIAS_KEY))
     checkpoint.close()
     return found
 
 
 def run_divided(name: str, balance: str, tokens: Path, run: Path) -> Outcome:
     ranks, shares, more = DIVISIONS[name]
-    return walk(ranks, run, tokens, shares, masked=True, model__moe=EXPERTS | BALANCES[balance], **BASE, **more)
+    return walk(ranks, run, tokens, shares, masked=True, **keys_of(balance), **more)
 
 
-@pytest.mark.parametrize("balance", list(BALANCES) if ALL else ["step_before"])
+@pytest.mark.parametrize("balance", [*BALANCES, "bias"] if ALL else ["step_before", "bias"])
 def test_any_division_walks_one_curve(balance: str, tokens: Path, tmp_path: Path) -> None:
-    whole = walk(1, tmp_path / "whole", tokens, masked=True, model__moe=EXPERTS | BALANCES[balance], **BASE)
+    whole = walk(1, tmp_path / "whole", tokens, masked=True, **keys_of(balance))
     for number, name in enumerate(DIVISIONS if ALL else ["micro-batch 1", "5, 2, 1"]):
         if name == "stages" and balance == "step":
             continue
@@ -62,7 +72,13 @@ def test_any_division_walks_one_curve(balance: str, tokens: Path, tmp_path: Path
         print(f"{balance}, {name}: {farthest(found.losses, whole.losses):.1e}")
         assert_same(found, whole)
         assert loads(tmp_path / str(number)) == loads(tmp_path / "whole")
-    assert (loads(tmp_path / "whole") is None) == (not balance.startswith("step_before"))
+    assert (loads(tmp_path / "whole") is None) == (not balance.startswith(("step_before", "bias")))
+    if balance == "bias":
+        kept = decode_counts(loads(tmp_path / "whole"), (2, 5)).view(torch.float64)
+        moves = (kept / 0.004).round()
+        assert torch.allclose(kept, moves * 0.004) and len(moves.unique()) > 2 and moves.abs().max() <= STEPS
+        for layer, row in enumerate(kept):
+            assert torch.equal(whole.state[f"param/layers.{layer}.mlp.router.correction"], row)
 
 
 def test_what_experts_are_balanced_by_matters(tokens: Path, tmp_path: Path) -> None:
@@ -74,8 +90,9 @@ def test_what_experts_are_balanced_by_matters(tokens: Path, tmp_path: Path) -> N
     assert len({round(loss, 7) for loss in curves.values()}) == len(curves)
 
 
-def test_a_resumed_run_has_the_same_loads(tokens: Path, tmp_path: Path) -> None:
-    changes = BASE | {"model__moe": EXPERTS | {"balance": "step_before"}}
+@pytest.mark.parametrize("balance", ["step_before", "bias"])
+def test_a_resumed_run_has_the_same_loads(balance: str, tokens: Path, tmp_path: Path) -> None:
+    changes = keys_of(balance)
     whole = walk(2, tmp_path / "whole", tokens, [5, 3], **changes)
     walk(2, tmp_path / "torn", tokens, [5, 3], **changes | {"train__steps": 3})
     torn = walk(2, tmp_path / "torn", tokens, [5, 3], **changes)

@@ -315,6 +315,7 @@ def test_hostile_records_are_json_and_nothing_else(runs: Path) -> None:
             "story",
             "devices",
             "gpus",
+            "experts",
             "config",
             "curves",
         }

@@ -93,6 +93,9 @@ def test_a_life_of_a_run_in_a_browser(page: Any, tmp_path: Path) -> None:
     now = time.time()
     append(paths.events, {"kind": "worker_died", "time": now, "attempt": 90, "rank": 1, "signal": "SIGKILL"})
     append(paths.events, {"kind": "restarted", "time": now + 0.1, "attempt": 91})
+    loads = {"layers": [0, 2], "load": [[0.5, 1.5, 1.0], [3.0, 0.0, 0.0]]}
+    evaluated = {"kind": "evaluated", "time": now + 0.2, "attempt": 91, "step": 57, "set": "held_out", "loss": 2.0}
+    append(paths.events, evaluated | {"tokens": 9, "seconds": 0.1, "experts": loads})
     began = time.monotonic()
     record = {"step": 58, "attempt": 91, "loss": 1.2345, "step_s": 0.1, "time": now + 0.5, "tokens_per_s": 10.0}
     append(paths.metrics, record)
@@ -100,6 +103,12 @@ def test_a_life_of_a_run_in_a_browser(page: Any, tmp_path: Path) -> None:
     assert time.monotonic() - began < 20  # docs/runs.md has the figure of an idle machine
     wait(lambda: "training resumed with step 58" in text(), "the incident")
     assert HOSTILE in text()  # as text
+    wait(lambda: "the busiest has 3.00 times the mean" in text(), "the load of experts")
+    alphas = (
+        "const c = document.querySelector('.scroll > canvas').getContext('2d'); "
+        "return [[6, 6], [18, 6], [6, 18], [18, 18]].map(([x, y]) => c.getImageData(x, y, 1, 1).data[3])"
+    )
+    assert page.execute_script(alphas) == [pytest.approx(255 * part, abs=2) for part in (1 / 6, 1 / 2, 1, 0)]
 
     # each GPU with the times of its own samples
     sampled = (

@@ -1,12 +1,15 @@
 """Recipes with expert parallelism: what is refused, how ranks form groups, and which rank holds how many experts."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from phalanx.autotune import measure
 from phalanx.autotune.footprint import make_all_footprints, make_rank_footprint
+from phalanx.autotune.micro_batch import bytes_of_more_rows
 from phalanx.config import load
 from phalanx.config.resolve import resolve_autos
 from phalanx.core.errors import ConfigError
@@ -17,6 +20,7 @@ from phalanx.models.moe import MoEDecoder
 from phalanx.parallel.parallelize import change_blocks
 from phalanx.workload.expert_counts import find_expert_counts
 from phalanx.workload.workload import make_workload, read_model_shape
+from tests.unit.test_hardware import unlike
 
 MODEL = {
     "architecture": "mixtral", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 44,
@@ -98,6 +102,24 @@ def test_a_footprint_has_the_experts_of_its_rank() -> None:
         for footprint in (*make_all_footprints(subject, config), make_rank_footprint(subject, config, 0, 0))
     ]
     assert stacks == [4, 1]
+
+
+def test_room_is_what_the_experts_that_speeds_give_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, asked, nothing = unlike(0.1, 0.4, model="another"), list[Any](), cast(Any, None)
+    monkeypatch.setattr(measure, "_measure_once", lambda *args, turn: (known, lambda counts: asked.append(counts) or 3))
+    mesh = cast(Any, SimpleNamespace(rank=0, gather=lambda mine: [float(mine), 9.0]))
+    for experts, wanted, most in (("auto", [(4, 1)], [3, 9]), ("even", [], [known.devices[0].most] * 2)):
+        asked.clear()
+        config = config_of({"parallel.expert": 2, "balance.experts": experts, "train.dtype": "fp32"})
+        subject = make_workload(config, read_model_shape(config))
+        found = measure.measure_devices(config, subject, nothing, mesh, print)
+        assert (asked, [device.most for device in found.devices]) == (wanted, most)
+    held = make_rank_footprint(subject, config, 0, 0, (4, 1)).model
+    assert held.get_parameter("layers.1.mlp.experts.gate_up").shape[0] == 4
+    # 16 positions with 2 experts each are 32 rows; of twice as many this rank gets four fifths.
+    layers = 2 if config.memory.activations in ("none", "selective") else 1
+    assert bytes_of_more_rows(config, subject, (4, 1), 0) == (64 * 4 // 5 - 32) * (2 * 32 + 4 * 44) * 4 * layers
+    assert bytes_of_more_rows(config, subject, (4, 1), 1) == 0
 
 
 def test_blocks_that_are_recomputed_are_compiled_around_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,39 @@ def test_a_family_is_that_of_transformers(kind: str, tmp_path: Path, monkeypatch
         assert close(ours(TOKENS), again(TOKENS).logits, 1e-9)
 
 
+def test_corrections_go_out_in_float32(tmp_path: Path) -> None:
+    """In bfloat16 a step's move would be lost."""
+    theirs_of("deepseek_v3").save_pretrained(tmp_path / "theirs")
+    ours = read_model(tmp_path / "theirs", "deepseek_v3")
+    write_model(tmp_path / "ours", ours, torch.bfloat16)
+    tensors = {
+        name: each for file in (tmp_path / "ours").glob("*.safetensors") for name, each in load_file(file).items()
+    }
+    held = dict(ours.named_parameters())
+    wide = {name for name, each in tensors.items() if each.dtype == torch.float32}
+    assert wide == {name for name in tensors if name.endswith(".e_score_correction_bias")} != set()
+    for name in wide:
+        layer = name.split(".")[2]
+        assert torch.equal(tensors[name], held[f"layers.{layer}.mlp.router.correction"])
+    found = load_theirs(tmp_path / "ours", torch.bfloat16)
+    assert {each.dtype for name, each in found.named_buffers() if "correction" in name} == {torch.float32}
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    theirs_of("deepseek_v3").save_pretrained(tmp_path)
+    spec, file = spec_from_config(read_config(tmp_path), "it"), tmp_path / "model.safetensors"
+    whole, two, inside = load_file(file), torch.ones(2), f"model.layers.{spec.layers}"
+    ahead = {f"{inside}.eh_proj.weight": two, f"{inside}.mlp.experts.0.up_proj.weight": two.clone()}
+    save_file(whole | ahead, file, metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match=rf"predict further tokens \({inside}.\), which are not read"):
+        Weights(tmp_path, class_of("deepseek_v3")).check(spec)
+    beyond = {f"model.layers.{spec.layers + 1}.mlp.up_proj.weight": two}
+    for more in (beyond, {"model.layers.0.eh_proj.weight": two}):  # a layer as any other; and none behind the last
+        save_file(whole | more, file, metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=r"which a model of this config.json does not have"):
+            Weights(tmp_path, class_of("deepseek_v3")).check(spec)
+
+
 def test_every_family_of_decoders_is_among_them() -> None:
     assert {spec_of(kind).architecture for kind in CONFIGS} == {
         name for name, family in FAMILIES.items() if family.writes_text

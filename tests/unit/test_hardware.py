@@ -168,11 +168,11 @@ def test_devices_of_one_model_that_differ_are_measured_once_more_and_the_better_
 ) -> None:
     """Of each device: others may use the machine now here, now there."""
     turns = [unlike(0.1, 0.4, 0.1), unlike(0.3, 0.11, 0.1)]
-    monkeypatch.setattr(measure, "_measure_once", lambda *args, turn: turns[turn])
+    monkeypatch.setattr(measure, "_measure_once", lambda *args, turn: (turns[turn], None))
     said: list[str] = []
     mesh: Any = SimpleNamespace(rank=0)
     nothing: Any = None
-    config: Any = SimpleNamespace(parallel=SimpleNamespace(context=1))
+    config: Any = SimpleNamespace(parallel=SimpleNamespace(context=1, expert=1))
     found = measure.measure_devices(config, nothing, nothing, mesh, said.append)
     assert [device.times[0] for device in found.devices] == [(1, 0.1), (1, 0.11), (1, 0.1)]
     (why,) = said

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import LoraSpec, ModelSpec, MoESpec
+from phalanx.layout.model_shape import EXPERT_TARGETS, LoraSpec, ModelSpec, MoESpec
 from phalanx.models.families.catalog import PRESETS, find_shape_problems, flops_per_token, parameter_count
 from phalanx.models.grouped_mm import multiply_groups, reference_multiply_groups
+from phalanx.models.lora import adapter_shapes, merge_adapter
 from phalanx.models.moe import ExpertLoad, Experts, MoEBlock, MoEDecoder, MoELayer, Router, reference_experts
 from phalanx.workload.expert_balance import decode_counts, describe_load, encode_counts
 from tests.helpers import some
@@ -75,12 +76,45 @@ def test_experts_are_their_plain_twin() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_adapters_of_experts_are_what_they_are_merged_to(family: str) -> None:
+    lora = LoraSpec(rank=3, alpha=2.0, targets=EXPERT_TARGETS)
+    spec = replace(SPEC, architecture=family, hidden=24)  # as wide as an expert: what is transposed shows in values
+    layer, x = layer_of(spec), torch.randn(17, 24, dtype=torch.float64)
+    _, chosen, weights = layer.router(x)
+    experts = layer.experts
+    for stack in ("gate_up", "down"):
+        experts.add_adapter(stack, lora)
+    torch.manual_seed(4)
+    shapes = {name: tuple(each.shape) for name, each in layer.named_parameters()}
+    for stack in ("gate_up", "down"):
+        a, b = (experts.get_parameter(f"{stack}_adapter.lora_{kind}") for kind in "ab")
+        assert (tuple(a.shape), tuple(b.shape)) == adapter_shapes(shapes[f"experts.{stack}"], 3, experts.transposed)
+        torch.nn.init.normal_(a), torch.nn.init.normal_(b)
+    found, before = experts(x, chosen, weights), layer_of(spec).experts(x, chosen, weights)
+    with torch.no_grad():
+        for stack in ("gate_up", "down"):
+            weight, adapter = experts.get_parameter(stack), getattr(experts, f"{stack}_adapter")
+            weight.copy_(merge_adapter(weight, adapter.lora_a, adapter.lora_b, lora.scale, experts.transposed))
+            setattr(experts, f"{stack}_adapter", None)
+    torch.testing.assert_close(experts(x, chosen, weights), found, rtol=1e-12, atol=1e-12)
+    assert (found - before).abs().max() > 0.1
+
+
 def test_of_equal_scores_the_first_expert_is_chosen() -> None:
     router = Router(replace(SPEC, moe=replace(SPEC.moe, experts=64, experts_per_token=8)))  # type: ignore[type-var]
     logits, chosen, weights = router(torch.randn(3, 32, dtype=torch.bfloat16))
     assert logits.dtype == torch.float32
     assert chosen.tolist() == [list(range(8))] * 3
     assert torch.equal(weights, torch.full((3, 8), 1 / 8))
+
+
+def test_corrections_are_in_the_choice_alone() -> None:
+    router = layer_of(changed(scores="sigmoid", renormalize=False), torch.bfloat16).router
+    x, fine = torch.zeros(1, 32, dtype=torch.bfloat16), torch.tensor([0.1, 0.2, 1.0001, 0.9999, 1.0002])
+    for correction, wanted in ((fine, [4, 2]), (torch.arange(5.0), [4, 3])):  # in bfloat16 three are equal
+        _, chosen, weights = router(x, correction)
+        assert (chosen.tolist(), weights.tolist()) == ([wanted], [[0.5, 0.5]])
 
 
 def test_routing_of_a_token_depends_on_no_other() -> None:
@@ -244,6 +278,9 @@ def deepseek(moe: dict[str, Any] | None = None, **changes: Any) -> ModelSpec:
     return replace(spec, moe=replace(spec.moe, **moe or {}), **changes)
 
 
+ADAPTED = LoraSpec(rank=2, alpha=2, targets=("experts.down",))
+QWEN = PRESETS["qwen3-30b-a3b"]
+assert QWEN.moe is not None
 LATENT = PRESETS["moonlight-16b-a3b"].latent
 assert LATENT is not None
 
@@ -256,6 +293,10 @@ assert LATENT is not None
         (changed(intermediate=8), "no export could say model.moe.intermediate"),
         (changed(renormalize=False), "which Mixtral does not support"),
         (changed(over="model"), "set model.moe.balance to step_before or step"),
+        (replace(SPEC, lora=LoraSpec(rank=2, alpha=2, targets=("up",))), "names up, but experts are stacks"),
+        (replace(SPEC, lora=replace(ADAPTED, dropout=0.1)), "PEFT has no dropout of adapters of experts"),
+        (replace(QWEN, lora=ADAPTED, moe=replace(QWEN.moe, dense_layers=(0, 2))), "but layers 0, 2 have no experts"),
+        (changed(balance="bias"), "moves corrections of scores, and Mixtral has none"),
         (replace(SPEC, architecture="llama"), "model.architecture llama has no experts"),
         (changed(shared=1), "model.moe.scale, shared or groups is set, which Mixtral does not support"),
         (replace(SPEC, latent=LATENT), "model.latent is set, which only deepseek_v3 has"),

@@ -22,7 +22,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from phalanx.core.errors import ConfigError
 from phalanx.generate.load_model import _merge
-from phalanx.layout.model_shape import LORA_TARGETS, LoraSpec, ModelSpec
+from phalanx.layout.model_shape import EXPERT_TARGETS, LORA_TARGETS, LoraSpec, ModelSpec
 from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.hf_layout import find_adapter_places
 from phalanx.models.hf_weights import Weights
@@ -302,7 +302,19 @@ def test_tensors_are_saved_in_the_dtype_that_is_asked_for(tmp_path: Path) -> Non
 
 # ------------------------------------------------------------------------- several matrices in one tensor, transposed
 
-FUSED = {"phi3": ("q", "v", "up", "down"), "gpt2": ("q", "k", "v", "o"), "falcon, new decoder": ("q", "v", "down")}
+FUSED = {
+    "phi3": ("q", "v", "up", "down"),
+    "gpt2": ("q", "k", "v", "o"),
+    "falcon, new decoder": ("q", "v", "down"),
+    "mixtral": ("q", *EXPERT_TARGETS),
+    "gpt_oss": EXPERT_TARGETS,
+    "olmoe": ("v", "experts.down"),
+}
+
+
+def fused(folder: Path) -> Any:
+    """transformers' model, with experts in float64."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
 
 
 @pytest.mark.parametrize("kind", FUSED)
@@ -322,22 +334,42 @@ def test_adapters_of_matrices_in_one_tensor_are_read_by_peft(kind: str, tmp_path
             parameter.copy_(values)
     (tmp_path / "adapter").mkdir()
     base = str(tmp_path / "base"), None
-    save_adapter(tmp_path / "adapter", lora, 2, model.get_parameter, torch.float64, names, base, None, places)
-    loaded = AutoModelForCausalLM.from_pretrained(base[0], dtype=torch.float64)
-    tuned = peft.PeftModel.from_pretrained(loaded, str(tmp_path / "adapter"), autocast_adapter_dtype=False).eval()
+    layers = spec.layers
+    save_adapter(tmp_path / "adapter", lora, layers, model.get_parameter, torch.float64, names, base, None, places)
+    adapted = str(tmp_path / "adapter")
+    tuned = peft.PeftModel.from_pretrained(fused(tmp_path / "base"), adapted, autocast_adapter_dtype=False).eval()
     with torch.no_grad():
         expected = model(TOKENS)
-        plain = AutoModelForCausalLM.from_pretrained(base[0], dtype=torch.float64)(TOKENS).logits
+        plain = fused(tmp_path / "base")(TOKENS).logits
         assert (tuned(TOKENS).logits - expected).norm() < 1e-5 * expected.norm() < 1e-2 * (plain - expected).norm()
-        _merge(loaded := AutoModelForCausalLM.from_pretrained(base[0], dtype=torch.float64), *(
-            tmp_path / each for each in ("base", "adapter")
-        ))  # fmt: skip
+        _merge(loaded := fused(tmp_path / "base"), *(tmp_path / each for each in ("base", "adapter")))
         assert (loaded(TOKENS).logits - expected).norm() < 1e-5 * expected.norm()
-    again = Adapter(tmp_path / "adapter", 2, names, places)
+    again = Adapter(tmp_path / "adapter", layers, names, places)
     assert again.lora == lora
+    again.check_shapes({name: tuple(each.shape) for name, each in model.named_parameters()})
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             assert torch.equal(again.read(name, 0, parameter.numel()).view(parameter.shape), parameter), name
+
+
+def test_adapters_of_experts_that_cannot_be_read_are_one_sentence(tmp_path: Path) -> None:
+    theirs_of("mixtral").save_pretrained(tmp_path / "base")
+    spec, names = spec_of(tmp_path / "base"), functools.partial(hf_name, model_class=class_of("mixtral"))
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    chosen = peft.LoraConfig(r=4, target_modules=[], target_parameters=stacks, task_type="CAUSAL_LM")
+    peft.get_peft_model(theirs(tmp_path / "base"), chosen).save_pretrained(str(tmp_path / "adapter"))
+    assert Adapter(tmp_path / "adapter", spec.layers, names).lora.targets == EXPERT_TARGETS
+    file = tmp_path / "adapter" / CONFIG
+    whole = json.loads(file.read_text())
+    for more, says in (
+        ({"target_parameters": ["mlp.gate.weight"]}, "sets target_parameters"),
+        ({"target_parameters": stacks[:1]}, "lora_A.weight, but only adapters of the matrices"),
+        ({"alpha_pattern": {"experts": 2}}, "sets target_parameters"),
+        ({"r": 3}, "of no whole number of experts of rank 3"),
+    ):
+        file.write_text(json.dumps(whole | more))
+        with pytest.raises(ConfigError, match=says):
+            Adapter(tmp_path / "adapter", spec.layers, names)
 
 
 def test_one_adapter_of_several_matrices_is_several_with_the_same_a(tmp_path: Path) -> None:

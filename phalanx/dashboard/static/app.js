@@ -64,7 +64,7 @@ function connect() {
     store.cluster = JSON.parse(event.data);
     soon();
   });
-  for (const name of ["facts", "charts", "story", "devices", "gpus", "config"]) {
+  for (const name of ["facts", "charts", "story", "devices", "gpus", "experts", "config"]) {
     made.addEventListener(name, (event) => {
       const told = JSON.parse(event.data);
       store.of.set(told.run, { ...of(told.run), [name]: told[name] });

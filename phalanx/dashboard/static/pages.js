@@ -227,6 +227,7 @@ class RunPage {
     this.legend = el("div", "legend");
     this.grid = el("div", "grid");
     this.devices = el("section", "card");
+    this.experts = el("section", "card");
     this.gpus = el("section", "card");
     this.nodes = el("section", "card");
     this.events = el("section", "card");
@@ -234,8 +235,8 @@ class RunPage {
     this.curvesTools = chartTools(this);
     this.element = el("div", "", el("div", "title", this.title, this.pill, el("span", "spacer"), this.actions), this.about,
       this.note, this.progress, this.tiles, el("div", "stack", this.line), this.curvesTools, this.legend, this.grid,
-      el("div", "stack", this.devices, this.gpus, this.nodes, this.events));
-    for (const each of [this.line, this.devices, this.gpus, this.nodes, this.events]) each.hidden = true;
+      el("div", "stack", this.experts, this.devices, this.gpus, this.nodes, this.events));
+    for (const each of [this.line, this.experts, this.devices, this.gpus, this.nodes, this.events]) each.hidden = true;
   }
 
   runs() { return [this.id]; }
@@ -253,6 +254,7 @@ class RunPage {
     }
     if (found.story && found.charts && this.done.story !== found.story) this.showStory(this.done.story = found.story, found.charts);
     if ("devices" in found && this.done.devices !== found.devices) this.showDevices(this.done.devices = found.devices);
+    if ("experts" in found && this.done.experts !== found.experts) this.showExperts(this.done.experts = found.experts);
     if ("gpus" in found && this.done.gpus !== found.gpus) this.showGpus(this.done.gpus = found.gpus);
     if (store.runs.length && !store.runs.some((run) => run.id === this.id)) this.showGone();
     this.tick();
@@ -457,6 +459,23 @@ class RunPage {
     this.devices.replaceChildren(el("div", "head", el("h3", "", "Who does how much, and who waits", el("span", "", said))), grid);
   }
 
+  showExperts(found) {
+    this.experts.hidden = !found;
+    if (!found) return;
+    const cell = 12, map = el("canvas", ""), pen = map.getContext("2d");
+    [map.width, map.height] = [cell * found.load[0].length, cell * found.load.length];
+    pen.fillStyle = tone("orange");
+    found.load.forEach((row, y) => row.forEach((load, x) => {
+      pen.globalAlpha = Math.min(1, Math.max(0, load) / found.full);
+      pen.fillRect(cell * x, cell * y, cell, cell);
+    }));
+    map.onmousemove = (event) => {
+      const [x, y] = [event.offsetX, event.offsetY].map((at) => Math.floor(at / cell)), load = found.load[y]?.[x];
+      map.title = load === undefined ? "" : `layer ${found.layers[y]}, expert ${x}: ${load.toFixed(2)} times the mean`;
+    };
+    this.experts.replaceChildren(el("div", "head", el("h3", "", "Load of experts", el("span", "", found.note))), el("div", "scroll", map));
+  }
+
   showGpus(found) {
     this.gpus.hidden = !found.length;
     const drawn = [], head = ["node", "GPU", "temperature", "", "power", "", "errors corrected", "not corrected", "sampled"];
@@ -493,7 +512,10 @@ class RunPage {
     if (this.ago && facts?.last_line) this.ago.textContent = `last record ${since(Date.now() / 1000 - facts.last_line)}`;
   }
 
-  recolor() { this.redraw(); }
+  recolor() {
+    this.redraw();
+    this.showExperts(this.done.experts);
+  }
 
   type(key) {
     if (key === "t") this.setMode(mode === "step" ? "time" : "step");

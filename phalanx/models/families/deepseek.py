@@ -1,8 +1,8 @@
 """DeepSeek-V3 and models of its kind (Moonlight): latent attention, and experts that are chosen by sigmoid scores with
 corrections, within the best groups of them, beside shared ones; the first layers are dense.
 
-The corrections keep the load of experts even without a loss; here they stay as they are. Source: DeepSeek-AI,
-"DeepSeek-V3 Technical Report", 2024; shapes from the config.json of the repository of that name.
+The corrections keep the load of experts even without a loss (`model.moe.balance: bias`), or stay as they are. Source:
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024; shapes from the config.json of the repository of that name.
 """
 
 from collections.abc import Mapping
@@ -192,6 +192,8 @@ DEEPSEEK_V3 = replace(
             for name in ("gate", "up", "down")
         },
         stacks=HF_EXPERTS,
+        ahead=".eh_proj.weight",
+        wide=(".e_score_correction_bias",),
         defaults={
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-6,

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import ModelSpec, Shapes
+from phalanx.layout.model_shape import EXPERT_TARGETS, ModelSpec, Shapes
 from phalanx.layout.tensor_shards import EXPERTS
 
 MAX_COUNT = 2**31 - 1  # of any count in a config.json
@@ -108,7 +108,9 @@ class HuggingFaceMapping:
     Several of `names` may map to one tensor, which then holds these parameters one after another; with `grouped`
     queries, keys and values are ordered by key head, each with its queries first. `transposed`: suffixes of our names
     whose matrices are stored (in, out). `prefix`: optional prefix of their names; `other_names`: alternative names;
-    `ignored`: suffixes of unused tensors. `matches` tells families of one architecture in config.json apart.
+    `ignored`: suffixes of unused tensors; `ahead`: suffix of a tensor in each layer behind the last that predicts
+    further tokens, which is not read; `wide`: suffixes of those that are stored in float32 at least. `matches`
+    tells families of one architecture in config.json apart.
     """
 
     model_type: str
@@ -128,6 +130,8 @@ class HuggingFaceMapping:
     prefix: str = ""
     other_names: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    ahead: str = ""
+    wide: tuple[str, ...] = ()
     matches: Callable[[Mapping[str, Any]], bool] = lambda config: True
 
 
@@ -193,7 +197,10 @@ def count_adapter_elements(spec: ModelSpec, shapes: Shapes) -> int:
     if spec.lora is None:
         return 0
     adapted = tuple(f".{target}.weight" for target in spec.lora.targets)
-    return spec.lora.rank * sum(sum(shape) for name, shape in shapes.items() if name.endswith(adapted))
+    stacks = tuple(f".{target}" for target in spec.lora.targets if target in EXPERT_TARGETS)
+    per_rank = sum(sum(shape) for name, shape in shapes.items() if name.endswith(adapted))
+    per_rank += sum(shape[0] * sum(shape[1:]) for name, shape in shapes.items() if name.endswith(stacks))
+    return spec.lora.rank * per_rank
 
 
 # -------------------------------------------------------------------------------------------------- reading config.json

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import MAX_LAYERS, ModelSpec, MoESpec, Shapes
+from phalanx.layout.model_shape import EXPERT_TARGETS, MAX_LAYERS, LoraSpec, ModelSpec, MoESpec, Shapes
 from phalanx.models.families.decoder import (
     ACCEPTED,
     HF_NAMES,
@@ -76,15 +76,35 @@ def find_moe_problems(spec: ModelSpec, title: str, grouped: bool = False) -> lis
         )
     if not any(spec.has_experts(layer) for layer in range(spec.layers)):
         found.append("no layer of the model has experts; set fewer model.moe.dense_layers, or an architecture without.")
+    if moe.balance == "bias" and moe.scores != "sigmoid":
+        found.append(
+            f"model.moe.balance is bias, which moves corrections of scores, and {title} has none; set "
+            "model.moe.balance to another one, or model.architecture to deepseek_v3."
+        )
     if moe.over == "model" and moe.balance not in ("step_before", "step"):
         found.append(
             f"model.moe.over is model, which pools what a step has counted, and model.moe.balance is {moe.balance}; "
             "set model.moe.balance to step_before or step, or model.moe.over to layer."
         )
-    if spec.lora is not None and (adapted := {"gate", "up", "down"} & set(spec.lora.targets)):
+    return found if spec.lora is None else found + _find_adapter_problems(moe, spec.lora)
+
+
+def _find_adapter_problems(moe: MoESpec, lora: LoraSpec) -> list[str]:
+    found, experts = list[str](), [target for target in lora.targets if target in EXPERT_TARGETS]
+    if adapted := {"gate", "up", "down"} & set(lora.targets):
         found.append(
-            f"model.lora.targets names {', '.join(sorted(adapted))}, but adapters of experts are not supported; set "
-            "model.lora.targets to some of q, k, v, o."
+            f"model.lora.targets names {', '.join(sorted(adapted))}, but experts are stacks; set model.lora.targets to "
+            f"some of q, k, v, o, {', '.join(EXPERT_TARGETS)}."
+        )
+    if experts and moe.dense_layers:
+        found.append(
+            f"model.lora.targets names {', '.join(experts)}, but layers {', '.join(map(str, moe.dense_layers))} have "
+            "no experts, and adapters are the same in all layers; set model.lora.targets to some of q, k, v, o."
+        )
+    if experts and lora.dropout:
+        found.append(
+            f"model.lora.dropout is {lora.dropout}, and PEFT has no dropout of adapters of experts "
+            f"({', '.join(experts)}); set it to 0, or model.lora.targets to some of q, k, v, o."
         )
     return found
 
@@ -124,7 +144,7 @@ def write_moe(spec: ModelSpec, experts: str) -> dict[str, Any]:
         experts: moe.experts,
         "num_experts_per_tok": moe.experts_per_token,
         "router_aux_loss_coef": moe.balance_weight,
-        "output_router_logits": moe.balance != "none",
+        "output_router_logits": moe.balance not in ("bias", "none"),
     }
 
 
