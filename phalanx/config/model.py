@@ -91,11 +91,17 @@ class MoESection(Section):
     groups_per_token: Count | None = knob(
         None, "groups that a token's experts are of (deepseek_v3); default: the preset's, else 1", trajectory=True
     )
-    balance: Literal["sequence", "step_before", "step", "bias", "none"] | Auto = knob(
+    balance: Literal["sequence", "group", "step_before", "step", "bias", "none"] | Auto = knob(
         "auto",
-        "load-balancing loss, by the load of experts in sequence: each sequence; step_before: the step before; step: "
-        "the whole step, for one more forward pass; bias: corrections of scores move with the load of each step "
-        "(deepseek_v3), beside sequence; auto: sequence, with from_hf as its config.json says",
+        "load-balancing loss, by the load of experts in sequence: each sequence; group: model.moe.group sequences; "
+        "step_before: the step before; step: the whole step (group and step take one more forward pass); bias: "
+        "corrections of scores move with the load of each step (deepseek_v3), beside sequence; auto: sequence, with "
+        "from_hf as its config.json says",
+        trajectory=True,
+    )
+    group: Count | None = knob(
+        None,
+        "sequences of a group that follow one another in the order of training, with balance group",
         trajectory=True,
     )
     balance_weight: Annotated[float, Field(ge=0, le=1e6), BeforeValidator(reject_bool)] | None = knob(

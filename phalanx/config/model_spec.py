@@ -27,7 +27,7 @@ MOE_SHAPE_FIELDS = (
     "experts", "experts_per_token", "intermediate", "renormalize", "dense_layers", "scale", "shared", "groups",
     "groups_per_token",
 )  # fmt: skip
-MOE_FIELDS = (*MOE_SHAPE_FIELDS, "balance", "balance_weight", "bias_rate", "over")
+MOE_FIELDS = (*MOE_SHAPE_FIELDS, "balance", "group", "balance_weight", "bias_rate", "over")
 
 
 def build_model_spec(config: Config, hf_spec: ModelSpec | None = None) -> ModelSpec:
@@ -125,7 +125,7 @@ def _moe(section: MoESection, spec: ModelSpec) -> MoESpec | None:
     given = {name: getattr(section, name) for name in MOE_FIELDS if getattr(section, name) not in (None, "auto")}
     if "dense_layers" in given:
         given["dense_layers"] = tuple(sorted(set(given["dense_layers"])))
-    if given.get("balance") in ("sequence", "bias", "none"):
+    if given.get("balance") in ("sequence", "group", "bias", "none"):
         given.setdefault("over", "layer")  # which a folder may say otherwise
     if spec.moe is not None:
         return replace(spec.moe, **given, z_loss=section.z_loss)
@@ -206,6 +206,12 @@ def find_shape_problems(config: Config, spec: ModelSpec) -> list[str]:
         found += pipeline_stages.find_stage_problems(
             spec.layers, parallel.pipeline, parallel.schedule, numbers, activations=keep, compiled=compiled
         )
+    if spec.moe is not None and spec.moe.balance in ("group", "step") and parallel.pipeline > 1:
+        found.append(
+            f"model.moe.balance {spec.moe.balance} counts choices in a forward pass ahead, which stages of "
+            f"parallel.pipeline {parallel.pipeline} do not run; set model.moe.balance=step_before, or "
+            "parallel.pipeline=1"
+        )
     if writes and config.model.rope_theta not in (None, ModelSpec.rope_theta) and not options.rotary_share:
         found.append(f"model.rope_theta has no effect: a {family.title} has no rotary positions; remove it")
     if config.data.seq_len > spec.max_seq_len:
@@ -222,7 +228,7 @@ def _find_context_problems(config: Config, spec: ModelSpec) -> list[str]:
     if size == 1:
         return []
     found = []
-    if spec.moe is not None and spec.moe.balance in ("sequence", "bias") and spec.moe.balance_weight:
+    if spec.moe is not None and spec.moe.balance in ("sequence", "group", "bias") and spec.moe.balance_weight:
         found.append(
             f"model.moe.balance {spec.moe.balance} with a loss counts over whole rows, which parallel.context {size} "
             "shares among ranks; set model.moe.balance=step_before, or model.moe.balance_weight=0"
@@ -327,6 +333,10 @@ def find_model_problems(config: Config) -> list[str]:
     if model.moe.bias_rate is not None and model.moe.balance != "bias":
         found.append(
             "model.moe.bias_rate has no effect without model.moe.balance bias; set model.moe.balance=bias, or remove it"
+        )
+    if (model.moe.group is None) == (model.moe.balance == "group"):
+        found.append(
+            "model.moe.group is the number of sequences of a group, for model.moe.balance group; set both, or none"
         )
     if model.code is not None and recipe_family(config).has_experts:
         found.append(

@@ -100,8 +100,9 @@ class MoESpec:
     `renormalize`: the weights of the chosen experts are divided by their sum; then they are multiplied by `scale`.
     `scores` are softmax or sigmoid, the latter with a correction of each expert in the choice, which is within the best
     `groups_per_token` of `groups` of experts. Each token goes through `shared` more experts. `dense_layers` have an
-    ordinary feed-forward layer. Training balances their load by `balance` (sequence, step_before, step, bias or none),
-    `balance_weight`, `bias_rate`, `z_loss` and `over` (layer or model); models/moe.py has the formulas.
+    ordinary feed-forward layer. Training balances their load by `balance` (sequence, group, step_before, step, bias or
+    none), `group` (sequences), `balance_weight`, `bias_rate`, `z_loss` and `over` (layer or model); models/moe.py has
+    the formulas.
     """
 
     experts: int
@@ -115,6 +116,7 @@ class MoESpec:
     groups: int = 1
     groups_per_token: int = 1
     balance: str = "sequence"
+    group: int = 1
     balance_weight: float = 0.01
     bias_rate: float = 0.001
     z_loss: float = 0.0

@@ -14,6 +14,7 @@ gradient is exact however the step is divided:
 | balance | f_e is taken over |
 |---|---|
 | `sequence` | the token's own row (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024) |
+| `group` | the rows of a step whose places in the run are in one group of `group` neighbours, counted as for `step` |
 | `step_before` | all tokens of the step before; even in the first |
 | `step` | all tokens of the step, which a forward pass ahead of it counts (Qiu et al., "Demons in the Detail", 2025) |
 | `bias` | the token's own row, as a complement of what follows |
@@ -242,11 +243,17 @@ class ExpertLoad:
     """What training counts of choices, and what it goes by in return. `counts` (layers, E) int64 are of the passes
     since they were last zeroed; `shares` (layers, E) are f_e, None: of each row; `corrections` (layers, E) are in
     float32 or better, None: those of the routers; `seed`, 0-dim, is what a sum of losses is multiplied by before the
-    backward pass. Evaluation is not `active`: it counts nothing and adds no loss."""
+    backward pass. Evaluation is not `active`: it counts nothing and adds no loss.
+
+    With `group_counts` (G, layers, E), `shares` are (G, layers, E), too: of the groups of a step from `first_group` on,
+    by the rows' places in the run."""
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         assert spec.moe is not None
         self.counts = torch.zeros(spec.layers, spec.moe.experts, dtype=torch.int64, device=device)
+        self.group_counts: Tensor | None = None
+        self.first_group = 0
+        self.groups: Tensor | None = None  # of the rows of a pass
         self.shares: Tensor | None = None
         self.corrections: Tensor | None = None
         self.seed: Tensor | None = None
@@ -254,8 +261,8 @@ class ExpertLoad:
 
 
 class MoEBlock(Block):
-    """A block with experts, or, among the `dense_layers`, one without; returns beside the hidden states how many of the
-    tokens that count have chosen each expert."""
+    """A block with experts, or, among the `dense_layers`, one without; returns beside the hidden states how many tokens
+    with a label, of each row, have chosen each expert."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
@@ -282,14 +289,14 @@ class MoEBlock(Block):
         shares: Tensor | None = None,
         correction: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `Block`; with int64 counts (E,). `counted` (B, S, 1) int64 is 1 for tokens with a label; `seed`, `shares`
-        and `correction` are a layer's of ExpertLoad; without a `seed` no loss is added."""
+        """As `Block`; with int64 counts (B, E). `counted` (B, S, 1) int64 is 1 for tokens with a label; `seed`,
+        `shares` (E,) or (B, 1, E) and `correction` are of ExpertLoad; without a `seed` no loss is added."""
         x, given = self.attend(x, cos, sin, draws, site, segments)
         if self.has_experts:
             fed, counts = self.feed_experts(given, counted, seed, shares, correction)
         else:
             fed = self.feed_forward(given, draws, site)
-            counts = torch.zeros(self.experts, dtype=torch.int64, device=x.device)
+            counts = torch.zeros(x.shape[0], self.experts, dtype=torch.int64, device=x.device)
         return self.add_fed(x, fed, draws, site), counts
 
     def feed_experts(
@@ -314,7 +321,7 @@ class MoEBlock(Block):
             loss = self.loss_sum(logits.unflatten(0, (rows, length)), counted, by_row, shares)
             if loss is not None:
                 fed = _AddedLoss.apply(fed, loss, seed)
-        return fed, by_row.sum(0)
+        return fed, by_row
 
     def loss_sum(self, logits: Tensor, counted: Tensor, by_row: Tensor, shares: Tensor | None) -> Tensor | None:
         """What is added to the sum of the losses of tokens: logits (B, S, E), counted (B, S, 1), by_row (B, E)."""
@@ -352,9 +359,24 @@ class MoEDecoder(Llama):
         if load is None:
             hidden: Tensor = block(*args)[0]
             return hidden
-        shares, correction = (None if each is None else each[number] for each in (load.shares, load.corrections))
+        shares = load.shares[..., number, :] if load.active and load.shares is not None else None
+        if shares is not None and load.groups is not None:
+            shares = shares[load.groups][:, None]
+        correction = None if load.corrections is None else load.corrections[number]
         counted = None if labels is None else (labels != IGNORE_INDEX).to(torch.int64)[:, :, None]
         hidden, counts = block(*args, counted, load.seed if load.active else None, shares, correction)
         if load.active:
-            load.counts[number] += counts
+            load.counts[number] += counts.sum(0)
+            if load.group_counts is not None and load.groups is not None:
+                load.group_counts[:, number].index_add_(0, load.groups, counts)
         return hidden
+
+    def forward(self, *args: Any, draws: CounterRNG | None = None, **kwargs: Any) -> Tensor:
+        """As `Llama.forward`."""
+        load, group = self.load, self.spec.moe.group if self.spec.moe is not None else 1
+        if load is not None and load.group_counts is not None and load.active and draws is not None:
+            last = load.group_counts.shape[0] - 1
+            load.groups = (draws.samples // group - load.first_group).clamp(
+                0, last
+            )  # rows without labels may be of none
+        return super().forward(*args, draws=draws, **kwargs)

@@ -64,6 +64,8 @@ class ExpertBalance:
             load.shares = self._shares(self._table.before)
         elif self._moe.balance == "step":
             load.shares = self._shares(self._count_ahead(step, batches, task, seed))
+        elif self._moe.balance == "group":
+            load.shares = self._shares(self._count_groups_ahead(step, batches, task, seed))
         load.counts.zero_()
         seed_of_losses = torch.full((), 1.0 / self._nominal_weight, dtype=self._dtype, device=self._mesh.device)
         load.seed = seed_of_losses if scale is None else seed_of_losses * scale.factor
@@ -92,13 +94,26 @@ class ExpertBalance:
                 task.loss_sum(self._model, batch, CounterRNG(seed, step, batch.samples))
         return self._reduce_now(self.load.counts.to("cpu", copy=True), dist.ReduceOp.SUM)
 
+    def _count_groups_ahead(self, step: int, batches: Sequence[Batch], task: Task, seed: int) -> Tensor:
+        """The choices (G, layers, E) of each group of the step's rows, by such a pass."""
+        places = [each.samples // self._moe.group for each in batches if each.weight]  # others are of no group
+        ends = torch.full((2,), -(1 << 62))  # of the numbers of groups, the least of them negative
+        for each in places:
+            ends = torch.maximum(ends, torch.stack((-each.min(), each.max())).to("cpu"))
+        before, last = self._reduce_now(ends, dist.ReduceOp.MAX).tolist()
+        load = self.load
+        load.first_group, groups = -before, max(1, last + before + 1)
+        load.group_counts = torch.zeros(groups, *load.counts.shape, dtype=torch.int64, device=load.counts.device)
+        self._count_ahead(step, batches, task, seed)
+        return self._reduce_now(load.group_counts.to("cpu", copy=True), dist.ReduceOp.SUM)
+
     def _reduce_now(self, table: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         collectives.all_reduce(table, self._mesh.control, self._mesh.bookkeeping, how).wait()
         return table
 
     def _shares(self, table: Tensor) -> Tensor:
         """f_e of each layer, from its choices; even where there are none."""
-        total = table.sum(1, keepdim=True)
+        total = table.sum(-1, keepdim=True)
         shares = (
             torch.where(total > 0, table.double() / total.clamp(min=1), 1.0 / self._moe.experts)
             * self._moe.experts_per_token

@@ -33,6 +33,7 @@ DIVISIONS: dict[str, tuple[int, list[int] | None, dict[str, Any]]] = {
 }
 BALANCES = {
     "sequence": {"balance": "sequence"},
+    "group": {"balance": "group", "group": 3},
     "step_before": {"balance": "step_before"},
     "step_before, over the model": {"balance": "step_before", "over": "model"},
     "step": {"balance": "step"},
@@ -63,11 +64,11 @@ def run_divided(name: str, balance: str, tokens: Path, run: Path) -> Outcome:
     return walk(ranks, run, tokens, shares, masked=True, **keys_of(balance), **more)
 
 
-@pytest.mark.parametrize("balance", [*BALANCES, "bias"] if ALL else ["step_before", "bias"])
+@pytest.mark.parametrize("balance", [*BALANCES, "bias"] if ALL else ["step_before", "group", "bias"])
 def test_any_division_walks_one_curve(balance: str, tokens: Path, tmp_path: Path) -> None:
     whole = walk(1, tmp_path / "whole", tokens, masked=True, **keys_of(balance))
     for number, name in enumerate(DIVISIONS if ALL else ["micro-batch 1", "5, 2, 1"]):
-        if name == "stages" and balance == "step":
+        if name == "stages" and balance in ("step", "group"):
             continue
         found = run_divided(name, balance, tokens, tmp_path / str(number))
         print(f"{balance}, {name}: {farthest(found.losses, whole.losses):.1e}")
@@ -80,6 +81,14 @@ def test_any_division_walks_one_curve(balance: str, tokens: Path, tmp_path: Path
         assert torch.allclose(kept, moves * 0.004) and len(moves.unique()) > 2 and moves.abs().max() <= STEPS
         for layer, row in enumerate(kept):
             assert torch.equal(whole.state[f"param/layers.{layer}.mlp.router.correction"], row)
+
+
+@pytest.mark.parametrize(("group", "like"), [(1, "sequence"), (8, "step")])
+def test_a_group_may_be_one_row_or_the_whole_step(group: int, like: str, tokens: Path, tmp_path: Path) -> None:
+    few = {"masked": True, "train__steps": 3}
+    grouped = BASE | {"model__moe": EXPERTS | {"balance": "group", "group": group}}
+    found = walk(1, tmp_path / "group", tokens, **grouped | few)
+    assert_same(found, walk(1, tmp_path / like, tokens, **keys_of(like) | few))
 
 
 def test_what_experts_are_balanced_by_matters(tokens: Path, tmp_path: Path) -> None:

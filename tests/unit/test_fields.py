@@ -1117,6 +1117,7 @@ CASES: dict[str, Case] = SLURM | KUBERNETES | {
     "model.moe.dense_layers": Case(_moe(dense_layers=[0]), bigger(-2 * 3 * 16 * 32 - 3 * 16), beside="moe"),
     "model.moe.balance": Case(_moe(balance="sequence"), gradients, beside="moe"),
     "model.moe.balance_weight": Case(_moe(balance_weight=0.1), gradients, beside="moe"),
+    "model.moe.group": Case(_moe(balance="group", group=2), gradients, beside="moe"),
     "model.moe.bias_rate": Case(_groups(balance="bias", bias_rate=0.5), updates, beside="corrected"),
     "model.moe.over": Case(_moe(over="model"), gradients, beside="moe"),
     "model.moe.z_loss": Case(_moe(z_loss=0.1), gradients, beside="moe"),

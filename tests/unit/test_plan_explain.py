@@ -68,7 +68,7 @@ REFUSED = {
     "model.moe.experts": "4", "model.moe.experts_per_token": "2", "model.moe.intermediate": "64",
     "model.moe.renormalize": "false", "model.moe.dense_layers": "[0]", "model.moe.balance": "none",
     "model.moe.balance_weight": "0.1", "model.moe.over": "model", "model.moe.z_loss": "0.1",
-    "model.moe.bias_rate": "0.1",
+    "model.moe.bias_rate": "0.1", "model.moe.group": "2",
     "model.lora.adapter": "folder", "model.lora.rank": "4", "model.lora.alpha": "8", "model.lora.dropout": "0.1",
     "model.lora.targets": "[q]",
     "task.kind": "masked", "task.code": "mine.py", "task.options": "{a: 1}", "task.mask_share": "0.3",
