@@ -80,7 +80,9 @@ class DelayedScaling:
         factor: float | Tensor = 1.0 / scale
         if x.numel():  # an infinity would become the largest number
             factor = torch.where(x.abs().amax().isfinite(), factor, torch.nan)
-        values = (x * factor).clamp(-most, most).to(FORMATS[which])
+        # Factors of small tensors, as of most gradients, exceed the range of float16.
+        wide = x.float() if x.dtype == torch.float16 else x
+        values = (wide * factor).clamp(-most, most).to(FORMATS[which])
         if which == INPUT:
             fp8.report_rows(x, values)
         return values

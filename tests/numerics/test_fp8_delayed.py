@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.core.placement import Placement
 from phalanx.core.records import EventKind, read_steps
@@ -251,6 +252,25 @@ def test_overflow_is_not_hidden(value: float) -> None:
     weight = torch.ones(2, 48, requires_grad=True)
     fp8_delayed.linear(scaling, False, torch.ones(4, 48), weight).backward(x[:, :4].T.contiguous())
     assert weight.grad is not None and weight.grad.isnan().all()
+
+
+class FactorsOfTheProductsType(TorchDispatchMode):
+    """As on accelerators, which round a factor in a 0-dim tensor to the type of the product; CPUs do not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mul.Tensor and isinstance(args[1], Tensor):
+            args = [each.to(torch.result_type(*args)) for each in args]
+        return func(*args, **(kwargs or {}))
+
+
+def test_small_numbers_in_float16_do_not_overflow_where_they_are_scaled() -> None:
+    scaling, x = DelayedScaling(), 2.0**-14 * torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
+    (scaling.scales,) = find_scales(x.abs().amax().expand(1, 3), 0)
+    x = x.half()
+    for which in (INPUT, WEIGHT, GRADIENT):
+        with FactorsOfTheProductsType():
+            found = scaling.round(which, x)
+        assert torch.equal(found, scaling.round(which, x.double()).half())
 
 
 def test_where_no_magnitude_is_known_nothing_is_rounded() -> None:
