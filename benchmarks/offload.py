@@ -57,7 +57,7 @@ def way_of(name: str, model: Llama) -> Iterator[Callable[[], contextlib.Abstract
         for block in blocks:
             del block.forward  # that of its class again
         gc.collect()
-        accelerator.empty_cache(model.head.norm.weight.device)
+        accelerator.empty_cache(next(model.parameters()).device)
 
 
 def walk(model: Llama, tokens: torch.Tensor, surround: Callable[[], contextlib.AbstractContextManager[None]]) -> float:
@@ -84,7 +84,7 @@ def built(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Llama:
 
 def compare(model: Llama, lengths: Sequence[int], turns: int) -> tuple[list[Row], list[Check]]:
     """A row for each length and way; the first turn does not count."""
-    device, rows, checks = model.head.norm.weight.device, list[Row](), list[Check]()
+    device, rows, checks = next(model.parameters()).device, list[Row](), list[Check]()
     ways = (KEPT, OURS, *PEERS)
     for length in lengths:
         tokens = torch.arange(length, device=device)[None] % model.spec.vocab_size
@@ -144,7 +144,7 @@ def _claims(
 
 def longest(model: Llama, name: str, first: int) -> int:
     """The longest row, in steps of a quarter, that a pass takes before memory runs out; 0 if not even the first."""
-    device, length, found = model.head.norm.weight.device, first, 0
+    device, length, found = next(model.parameters()).device, first, 0
     while True:
         try:
             with way_of(name, model) as surround:

@@ -21,17 +21,28 @@ class VisiblePositions:
     both_ways: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertWidths:
+    """Of a mixture of experts, as means over the layers: `idle_ffn`, the width of the experts that a token does not go
+    through, `router_rows`, `expert_ffn` of all experts that are chosen among, and the `routed` rows of a token. A layer
+    has `experts` of them (0: no mixture)."""
+
+    idle_ffn: int = 0
+    router_rows: int = 0
+    expert_ffn: int = 0
+    routed: float = 0.0
+    experts: int = 0
+
+
 @dataclass(frozen=True)
-class DecoderShape(VisiblePositions):
+class DecoderShape(VisiblePositions, ExpertWidths):
     """A decoder of `layers` equal blocks, as plain numbers.
 
     `positions` are rows of a learnt table of positions; `embedding_width` is that of the table of tokens and of the
     head, with a matrix from and to `hidden` (0: it is `hidden`). `biases`: matrices add one and norms have two vectors,
     as in GPT-2; "qkv": the matrices of queries, keys and values alone add one, as in Qwen2. `qk_norm`: each head's
     queries and keys are normalised. With `lora` its adapters alone are trained.
-    `ffn` is the width of the feed-forward part that a token goes through; of a mixture of experts there are also
-    `idle_ffn` that it does not, `router_rows`, `expert_ffn` of all experts that are chosen among, and the `routed` rows
-    of a token, all as means over the layers; a layer has `experts` of them.
+    `ffn` is the width of the feed-forward part that a token goes through, as a mean over the layers.
     `attention`: parameters of attention's matrices that are not those of heads (0: they are).
     """
 
@@ -50,11 +61,6 @@ class DecoderShape(VisiblePositions):
     embedding_width: int = 0
     head_dim: int = 0  # 0: hidden / heads
     lora: LoraSpec | None = None
-    idle_ffn: int = 0
-    router_rows: int = 0
-    expert_ffn: int = 0
-    routed: float = 0.0
-    experts: int = 0
     attention: int = 0
 
     @cached_property

@@ -9,11 +9,8 @@ Engines round parameters to the compute type, in which a correction would stand 
 routers go by a table in float32 or better, and what is saved or handed out as a weight comes from there.
 """
 
-import base64
-import threading
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -22,30 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.comm import collectives
-from phalanx.comm.collectives import PendingCollective
 from phalanx.comm.mesh import Mesh
-from phalanx.core.errors import ConfigError
 from phalanx.engine.interface import Engine, StepOutcome
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.moe import ExpertLoad, MoEDecoder
 from phalanx.optim.update import StatePiece
 from phalanx.tasks.task import Batch, Task
+from phalanx.workload.step_table import StepTable, decode_table, encode_table
 
 KEY, BIAS_KEY = "expert_load", "expert_bias"  # in headers
-WAIT_S = 60.0  # who commits a step waits so long for its passes to end, which they have
-
-
-@dataclass
-class _StepLoad:
-    """Choices of one step, (layers, E) int64 on the host, while their sum over ranks is under way; `before`: what the
-    step went by."""
-
-    step: int
-    before: Tensor
-    table: Tensor
-    pending: PendingCollective
-    outcome: StepOutcome | None = None
 
 
 class ExpertBalance:
@@ -58,51 +41,48 @@ class ExpertBalance:
         self._moe, self._layers = spec.moe, [n for n in range(spec.layers) if spec.has_experts(n)]
         self.load = model.load = ExpertLoad(spec, mesh.device)
         # Loads of the last step that was taken, or corrections, (layers, E).
-        self._before = torch.zeros(spec.layers, spec.moe.experts, dtype=torch.int64)
+        kind, advance = (torch.float64, self._move) if spec.moe.balance == "bias" else (torch.int64, _last_loads)
+        self._table = StepTable(mesh, torch.zeros(spec.layers, spec.moe.experts, dtype=kind), advance)
         self._corrected = {
             f"layers.{number}.mlp.router.correction": number for number in self._layers if spec.moe.scores == "sigmoid"
         }
-        self._last: _StepLoad | None = None
-        self._previous: _StepLoad | None = None
-        self._changed = threading.Condition()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of losses and corrections: the compute type, which the engine sets, or float32."""
+        return torch.promote_types(next(self._model.parameters()).dtype, torch.float32)
 
     # ------------------------------------------------------------------------------------------------- within a step
 
     def begin(self, step: int, batches: Sequence[Batch], task: Task, seed: int) -> None:
         """Before the first pass. Where loads of the step before matter this waits for its outcome."""
         load = self.load
-        dtype = torch.promote_types(next(self._model.parameters()).dtype, torch.float32)
         scale = self._engine.loss_scale
         load.seed, load.shares, load.active = None, None, True
         self.use_last_step()
         if self._moe.balance == "step_before":
-            load.shares = self._shares(self._before, dtype)
+            load.shares = self._shares(self._table.before)
         elif self._moe.balance == "step":
-            load.shares = self._shares(self._count_ahead(step, batches, task, seed), dtype)
+            load.shares = self._shares(self._count_ahead(step, batches, task, seed))
         load.counts.zero_()
-        seed_of_losses = torch.full((), 1.0 / self._nominal_weight, dtype=dtype, device=self._mesh.device)
+        seed_of_losses = torch.full((), 1.0 / self._nominal_weight, dtype=self._dtype, device=self._mesh.device)
         load.seed = seed_of_losses if scale is None else seed_of_losses * scale.factor
 
     def end(self, step: int) -> None:
         """After the last pass: add up over the ranks."""
         self.load.active = False
-        table = self.load.counts.to("cpu", copy=True)
-        pending = collectives.all_reduce(table, self._mesh.control, self._mesh.bookkeeping)
-        with self._changed:
-            self._previous, self._last = self._last, _StepLoad(step, self._before, table, pending)
-            self._changed.notify_all()
+        self._table.end(step, self.load.counts.to("cpu", copy=True))
 
     def note_outcome(self, outcome: StepOutcome) -> None:
         """What came of the step, as soon as it is known."""
-        assert self._last is not None
-        self._last.outcome = outcome
+        self._table.note_outcome(outcome)
 
     def use_last_step(self) -> None:
         """Go by the last step from here on, in evaluation too. Waits for its outcome, if what it was is state."""
-        if self._last is not None and self._moe.balance in ("step_before", "bias"):
-            self._before = self._after(self._last)
+        if self._moe.balance in ("step_before", "bias"):
+            self._table.settle()
         if self._moe.balance == "bias":
-            self.load.corrections = self._before.to(self._mesh.device)
+            self.load.corrections = self._table.before.to(self._mesh.device)
 
     def _count_ahead(self, step: int, batches: Sequence[Batch], task: Task, seed: int) -> Tensor:
         """The step's choices, by a pass without gradients over all that it is made of."""
@@ -116,7 +96,7 @@ class ExpertBalance:
         collectives.all_reduce(table, self._mesh.control, self._mesh.bookkeeping, how).wait()
         return table
 
-    def _shares(self, table: Tensor, dtype: torch.dtype) -> Tensor:
+    def _shares(self, table: Tensor) -> Tensor:
         """f_e of each layer, from its choices; even where there are none."""
         total = table.sum(1, keepdim=True)
         shares = (
@@ -125,23 +105,9 @@ class ExpertBalance:
         )
         if self._moe.over == "model":
             shares = shares[self._layers].mean(0, keepdim=True).expand_as(shares)
-        return shares.to(self._mesh.device, dtype)
+        return shares.to(self._mesh.device, self._dtype)
 
     # ------------------------------------------------------------------------------------------------- between steps
-
-    def _sum(self, of: _StepLoad) -> Tensor:
-        with self._changed:  # of two threads that wait one at a time
-            of.pending.wait()
-        return of.table
-
-    def _after(self, of: _StepLoad, outcome: StepOutcome | None = None) -> Tensor:
-        """What the step after `of` goes by."""
-        outcome = outcome or of.outcome
-        assert outcome is not None
-        if outcome.get()[1]:
-            return of.before
-        loads = self._sum(of)
-        return loads if self._moe.balance == "step_before" else self._move(of.before, loads)
 
     def _move(self, corrections: Tensor, loads: Tensor) -> Tensor:
         """`corrections` one step on: up by the rate where the load is below the layer's mean, down where above."""
@@ -153,37 +119,30 @@ class ExpertBalance:
         step is over, or was begun with."""
         if self._moe.balance not in ("step_before", "bias"):
             return {}
-        if outcome is not None:
-            with self._changed:
-                there = self._changed.wait_for(lambda: self._last is not None and self._last.step >= step, WAIT_S)
-            assert there, f"the passes of step {step} have not ended"
-        last = self._last
-        if last is None:
-            found = self._before
-        else:
-            found = self._after(last, outcome) if last.step == step else last.before
+        found = self._table.after(step, outcome)
         if self._moe.balance == "step_before":
-            return {KEY: encode_counts(found)}
-        return {BIAS_KEY: encode_counts(found.double().view(torch.int64))}  # their bits
+            return {KEY: encode_table(found)}
+        return {BIAS_KEY: encode_table(found.double())}
 
     def restore(self, header: Mapping[str, Any]) -> None:
         """Restore loads or corrections from the header of a step whose state is loaded; without any there, corrections
         are those of the parameters. Collective. Raises ConfigError for a header that is damaged."""
-        self._last = self._previous = None
-        shape = tuple(self._before.shape)
-        self._before = torch.zeros(shape, dtype=torch.int64)
-        if self._moe.balance == "step_before" and KEY in header:
-            self._before = decode_counts(header[KEY], shape)
-        if self._corrected:
-            dtype = torch.promote_types(next(self._model.parameters()).dtype, torch.float32)
-            held = self._moe.balance == "bias" and BIAS_KEY in header
-            found = decode_counts(header[BIAS_KEY], shape).view(torch.float64) if held else self._read_parameters()
-            self.load.corrections = found.to(self._mesh.device, dtype)
-            self._before = found.to(dtype) if self._moe.balance == "bias" else self._before
+        table = self._table.before
+        if self._moe.balance == "step_before":
+            self._table.restore(decode_table(header[KEY], table, KEY) if KEY in header else None)
+        if not self._corrected:
+            return
+        if self._moe.balance == "bias" and BIAS_KEY in header:
+            found = decode_table(header[BIAS_KEY], table.double(), BIAS_KEY)
+        else:
+            found = self._read_parameters()
+        self.load.corrections = found.to(self._mesh.device, self._dtype)
+        if self._moe.balance == "bias":
+            self._table.restore(found.to(self._dtype))
 
     def _read_parameters(self) -> Tensor:
         """The routers' corrections, (layers, E) float64, as the engines' masters hold them. Collective."""
-        table = torch.full(self._before.shape, -torch.inf, dtype=torch.float64)
+        table = torch.full(self._table.before.shape, -torch.inf, dtype=torch.float64)
         for piece in self._engine.pieces():
             if piece.kind == "param" and piece.name in self._corrected:
                 table[self._corrected[piece.name], piece.start : piece.stop] = piece.tensor.to("cpu", torch.float64)
@@ -196,7 +155,7 @@ class ExpertBalance:
         if self._moe.balance != "bias":
             return {}
         self.use_last_step()
-        return {name: self._before[layer] for name, layer in self._corrected.items()}
+        return {name: self._table.before[layer] for name, layer in self._corrected.items()}
 
     def put_into(self, pieces: Iterable[StatePiece]) -> Iterator[StatePiece]:
         """An engine's pieces with the corrections of the last step."""
@@ -221,8 +180,12 @@ class ExpertBalance:
 
     def _find(self, step: int) -> Tensor | None:
         """The choices (layers with experts, E) in the step before or the last one; None of others."""
-        found = [each for each in (self._last, self._previous) if each is not None and each.step == step]
-        return self._sum(found[0])[self._layers] if found else None
+        table = self._table.find(step)
+        return None if table is None else table[self._layers]
+
+
+def _last_loads(_: Tensor, loads: Tensor) -> Tensor:
+    return loads
 
 
 def describe_load(table: Tensor) -> tuple[list[float], list[float]]:
@@ -232,26 +195,6 @@ def describe_load(table: Tensor) -> tuple[list[float], list[float]]:
     entropy = -(shares * shares.clamp(min=1e-300).log()).sum(1) / np.log(max(2, table.shape[1]))
     most = shares.amax(1) * table.shape[1]
     return [round(each, 4) for each in entropy.tolist()], [round(each, 3) for each in most.tolist()]
-
-
-def encode_counts(table: Tensor) -> str:
-    """Whole numbers as text for a header: little-endian int64, compressed, in base64."""
-    return base64.b64encode(zlib.compress(table.numpy().astype("<i8").tobytes())).decode("ascii")
-
-
-def decode_counts(text: Any, shape: tuple[int, ...]) -> Tensor:
-    """What `encode_counts` wrote. Raises ConfigError for anything else."""
-    size = 8 * int(np.prod(shape))
-    try:
-        raw = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), size + 1)
-    except (ValueError, TypeError, zlib.error):
-        raw = b""
-    if len(raw) != size:
-        raise ConfigError(
-            f"the checkpoint's {KEY} does not hold loads of {' x '.join(map(str, shape))} experts, so it is damaged or "
-            "of another model; resume from an older checkpoint"
-        )
-    return torch.from_numpy(np.frombuffer(raw, "<i8").astype(np.int64).reshape(shape))
 
 
 def make_expert_balance(

@@ -9,7 +9,8 @@ import torch
 
 from phalanx.checkpoint.disk.load import Checkpoint, list_steps, step_folder
 from phalanx.core.run_paths import RunPaths
-from phalanx.workload.expert_balance import BIAS_KEY, KEY, decode_counts
+from phalanx.workload.expert_balance import BIAS_KEY, KEY
+from phalanx.workload.step_table import decode_table
 from tests.helpers import ALL
 from tests.numerics.runs import Outcome, farthest, same_bits, walk
 from tests.numerics.test_rank_layout import assert_same
@@ -74,7 +75,7 @@ def test_any_division_walks_one_curve(balance: str, tokens: Path, tmp_path: Path
         assert loads(tmp_path / str(number)) == loads(tmp_path / "whole")
     assert (loads(tmp_path / "whole") is None) == (not balance.startswith(("step_before", "bias")))
     if balance == "bias":
-        kept = decode_counts(loads(tmp_path / "whole"), (2, 5)).view(torch.float64)
+        kept = decode_table(loads(tmp_path / "whole"), torch.zeros(2, 5, dtype=torch.float64), BIAS_KEY)
         moves = (kept / 0.004).round()
         assert torch.allclose(kept, moves * 0.004) and len(moves.unique()) > 2 and moves.abs().max() <= STEPS
         for layer, row in enumerate(kept):
