@@ -221,7 +221,7 @@ def _device(first: int, group: NodeGroup) -> Row:
 def on_all(question: PlanQuery, cluster: ClusterSpec) -> Plan | None:
     """The best plan that leaves no device idle, if any was found."""
     work = question.work(cluster)
-    space = space_of(question.config, work, cluster, pins_of(question.config, question.overrides))
+    space = space_of(question.config, None, work, cluster, pins_of(question.config, question.overrides))
     found = search_layouts(work, cluster, space, keep=64).plans
     return next((plan for plan in found if plan.devices == cluster.devices), None)
 

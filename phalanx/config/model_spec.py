@@ -65,6 +65,7 @@ def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: 
         spec = hf_spec
     elif model.preset is not None:
         spec = PRESETS[model.preset]
+        spec = replace(spec, block=_fit_block(spec, model.hidden or spec.hidden, model.head_dim or spec.head_dim))
     else:
         # `find_problems` requires these three.
         assert model.hidden
@@ -98,6 +99,16 @@ def build_requested_spec(config: Config, hf_spec: ModelSpec | None, vocab_size: 
     labels = () if task.labels == "auto" else tuple(task.labels)
     spec = family_of(spec).complete(spec, given, TaskChoice(task.kind, task.next_sentence, labels))
     return replace(spec, lora=_lora(model.lora, spec))
+
+
+def _fit_block(preset: ModelSpec, hidden: int, head_dim: int) -> shapes.BlockSpec:
+    """What deviates in a preset's blocks, for a model and heads of other widths."""
+    block, narrow = preset.block, preset.block.embedding_width
+    return replace(
+        block,
+        query_scalar=block.query_scalar if head_dim == preset.head_dim else None,
+        embedding_width=narrow and max(1, hidden * narrow // preset.hidden),
+    )
 
 
 def recipe_family(config: Config) -> ModelFamily:

@@ -154,7 +154,7 @@ def list_changes(before: Config, after: Config) -> list[str]:
 
 
 def _shapes(config: Config, seq_len: int, trained_vocab: int | None) -> dict[str, Any]:
-    """Tiny shapes of a recipe with a preset or shapes, all set."""
+    """Tiny shapes of a recipe with a preset or shapes, all set; a preset stays, for what of it no key says."""
     model = config.model
     known = config if model.preset or model.vocab_size != "auto" else update_config(config, {"model.vocab_size": VOCAB})
     spec = shrink_spec(build_model_spec(known), seq_len)
@@ -166,13 +166,11 @@ def _shapes(config: Config, seq_len: int, trained_vocab: int | None) -> dict[str
         given["latent"] = list(asdict(spec.latent).values())
     if spec.moe is not None:
         given |= {f"moe.{name}": getattr(spec.moe, name) for name in (*MOE_SHAPE_FIELDS, "balance_weight")}
-    if trained_vocab is None:
-        given["vocab_size"] = spec.vocab_size if model.preset else model.vocab_size
-    else:
-        given["vocab_size"] = "auto" if model.vocab_size == "auto" else min(model.vocab_size, trained_vocab)
+    rows = spec.vocab_size if model.preset else model.vocab_size
+    given["vocab_size"] = rows if trained_vocab is None or rows == "auto" else min(rows, trained_vocab)
     if model.max_seq_len is None and model.preset is None:
         given["max_seq_len"] = None  # data.seq_len, as before
-    return {"model.preset": None, **{f"model.{name}": value for name, value in given.items()}}
+    return {f"model.{name}": value for name, value in given.items()}
 
 
 def _plain(source: str | SourceSection) -> Any:

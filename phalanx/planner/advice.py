@@ -87,7 +87,9 @@ class PlanQuery:
     def _search(self, cluster: ClusterSpec, near: SearchResult | None) -> SearchResult:
         work = self.work(cluster)
         pins = {**self.pins, **pins_of(self.config, self.overrides)}
-        space = replace(space_of(self.config, work, cluster, pins), use_all_devices=self.use_all_devices)
+        space = replace(
+            space_of(self.config, self.folder_spec, work, cluster, pins), use_all_devices=self.use_all_devices
+        )
         if near is not None:
             space = limit_degrees(space, [plan.choice for plan in near.plans])
         return search_layouts(work, cluster, space, self.constants, failures=self.failure_model())
@@ -99,7 +101,7 @@ class PlanQuery:
     def _planning_inputs(self, cluster: ClusterSpec) -> tuple[object, ...]:
         pins = {**self.pins, **pins_of(self.config, self.overrides)}
         work = self.work(cluster)
-        return work, space_of(self.config, work, cluster, pins), self.failure_model()
+        return work, space_of(self.config, self.folder_spec, work, cluster, pins), self.failure_model()
 
     def with_keys(self, *words: str) -> "PlanQuery":
         """The same with further keys. Raises ConfigError for keys or values that no recipe has."""

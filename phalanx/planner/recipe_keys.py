@@ -198,16 +198,19 @@ def pins_of(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
     return pins
 
 
-def space_of(config: Config, work: StepWork, cluster: ClusterSpec, pins: Mapping[str, Any]) -> SearchSpace:
+def space_of(
+    config: Config, folder_spec: ModelSpec | None, work: StepWork, cluster: ClusterSpec, pins: Mapping[str, Any]
+) -> SearchSpace:
     """Which degrees the recipe can run with on this cluster: those that come out even and that it does not refuse.
-    Raises ConfigError with its own words where it refuses all that are asked for."""
+    `folder_spec` is that of `model.from_hf`. Raises ConfigError with its own words where it refuses all that are asked
+    for."""
     if pins.get("offload") and work.layers <= work.horizon:
         raise ConfigError(
             f"memory.activations=offload would move nothing: the inputs of the last {work.horizon} blocks stay on the "
             f"device (memory.offload_prefetch_blocks) and the model has {work.layers}; set memory.activations=full"
         )
     asked = {f"parallel.{name}": pins[name] for name in ("tensor", "pipeline", "context", "expert") if name in pins}
-    if why := _why_not(config, asked):
+    if why := _why_not(config, folder_spec, asked):
         raise ConfigError(why)
     # The architecture of a folder's model is not in the recipe, and a start would refuse to split it.
     kind = "a BERT" if work.both_ways else "adapters (model.lora)" if config.model.lora is not None else None
@@ -226,7 +229,7 @@ def space_of(config: Config, work: StepWork, cluster: ClusterSpec, pins: Mapping
         key = (tensor, pipeline > 1)
         if key not in refused:
             values = {"parallel.tensor": tensor, "parallel.pipeline": pipeline}
-            refused[key] = tensor * pipeline > 1 and _why_not(config, values) is not None
+            refused[key] = tensor * pipeline > 1 and _why_not(config, folder_spec, values) is not None
         if not refused[key]:
             found.append((tensor, pipeline))
     if not found:
@@ -236,11 +239,13 @@ def space_of(config: Config, work: StepWork, cluster: ClusterSpec, pins: Mapping
             f"{work.heads} heads; choose divisors, and slices that fit on one node"
         )
     usual = {"context": (1,), "expert": (1,)} if work.both_ways else list_row_degrees(work, cluster)
-    contexts, experts = (_row_degrees(config, axis, degrees, pins) for axis, degrees in usual.items())
+    contexts, experts = (_row_degrees(config, folder_spec, axis, degrees, pins) for axis, degrees in usual.items())
     return SearchSpace(tuple(found), contexts, experts, pins=dict(pins))
 
 
-def _row_degrees(config: Config, axis: str, usual: Sequence[int], pins: Mapping[str, Any]) -> tuple[int, ...]:
+def _row_degrees(
+    config: Config, folder_spec: ModelSpec | None, axis: str, usual: Sequence[int], pins: Mapping[str, Any]
+) -> tuple[int, ...]:
     """Degrees of context or expert parallelism that the recipe can have: the one that is asked for, or `usual` ones."""
     if axis in pins:
         return (pins[axis],)
@@ -251,13 +256,17 @@ def _row_degrees(config: Config, axis: str, usual: Sequence[int], pins: Mapping[
         "balance.experts": "auto",
     }
     plain = load.update_config(config, before)
-    return tuple(each for each in usual if each == 1 or _why_not(plain, {f"parallel.{axis}": each}) is None)
+    return tuple(
+        each for each in usual if each == 1 or _why_not(plain, folder_spec, {f"parallel.{axis}": each}) is None
+    )
 
 
-def _why_not(config: Config, values: Mapping[str, int]) -> str | None:
+def _why_not(config: Config, folder_spec: ModelSpec | None, values: Mapping[str, int]) -> str | None:
     """Why the recipe cannot run with such degrees; None where it can."""
     try:
-        load.update_config(config, dict(values))
+        divided = load.update_config(config, dict(values))
+        if folder_spec is not None and any(degree > 1 for degree in values.values()):
+            build_model_spec(divided, folder_spec)
     except ConfigError as error:
         return str(error)
     return None

@@ -84,8 +84,10 @@ def curves(
                 rows = torch.randint(0, 50, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
                 labels = rows.clone()
                 labels[:, 9] = -100
+                places = torch.arange(LENGTH).expand(ROWS, -1) if step else None
                 mine, labels = (pieces(each.chunk(groups)[group], rank, size) for each in (rows, labels))
-                loss = model(input_ids=mine, attention_mask=torch.ones_like(mine), labels=labels)["loss"]
+                given = None if places is None else pieces(places.chunk(groups)[group], rank, size)
+                loss = model(mine, torch.ones_like(mine), position_ids=given, labels=labels)["loss"]
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -132,7 +134,9 @@ def refusal(placement: Placement, what: str) -> str:
                 inner.config.attention_dropout = 0.1  # type: ignore[union-attr]
             model = FSDP(inner) if what == "untouched" else tsm.transform(inner)
             mask = torch.tensor([[0, 1, 1, 1]]) if what == "mask" else None
-            model(input_ids=rows, attention_mask=mask, labels=rows)
+            positions = torch.tensor([[0, 1, 0, 1]]) if what == "documents" else None
+            options = {"shift_labels": rows} if what == "shifted" else {}
+            model(rows, mask, positions, None, None, rows, **options)  # the fourth and fifth are None in all models
         except ConfigError as error:
             return str(error)
         return ""
@@ -145,6 +149,8 @@ def refusal(placement: Placement, what: str) -> str:
         ("dropout", "attention_dropout is 0.1; set it to 0"),
         ("odd", "got 5 positions of each row on a rank"),
         ("mask", "takes no attention_mask that hides positions"),
+        ("documents", "position_ids that are not those of pieces 0 and 3 of one document"),
+        ("shifted", "remove shift_labels"),
         ("untouched", "context_parallel_degree is 2, but no model was transformed"),
     ],
 )

@@ -108,8 +108,10 @@ def test_limits_ramp_masks_and_layouts_are_mapped() -> None:
     assert tree["data"]["source"] == ["one.idx"]
     assert mapped.passed_over["unheard-of"] == "nothing here corresponds to it"
     build_config(tree, "here")
-    mapped = map_command("pretrain_llama.py", [*LLAMA, "--context-parallel-size", "4"])
+    mapped = map_command("pretrain_llama.py", [*LLAMA, "--context-parallel-size", "4", "--reset-attention-mask"])
     assert mapped is not None and mapped.recipe["parallel"]["context"] == 4
+    assert mapped.recipe["data"]["isolate_documents"] == ("--reset-position-ids" in LLAMA)
+    assert "reset-attention-mask" in mapped.passed_over
 
 
 def test_scaled_positions_and_counts_of_samples_are_mapped() -> None:
@@ -119,7 +121,7 @@ def test_scaled_positions_and_counts_of_samples_are_mapped() -> None:
     words += more.split()
     mapped, config = map_command("pretrain_gpt.py", words), recipe_of("pretrain_gpt.py", words)
     assert mapped is not None and not mapped.passed_over.keys() & {"lr-decay-samples", "use-rope-scaling", "loss-scale"}
-    assert (config.train.steps, config.optim.decay_steps, config.optim.warmup_steps) == (21, 10, 2)
+    assert (config.train.steps, config.optim.decay_steps, config.optim.warmup_steps) == (20, 10, 1)
     assert (config.train.dtype, config.train.loss_scale) == ("fp16", 1024.0)
     scaling = config.model.rope_scaling
     assert scaling is not None and (scaling.rule, scaling.factor) == ("llama3", 4.0)

@@ -10,6 +10,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.layout.context_exchange import AttentionShape, count_exchanged_elements
 from phalanx.layout.context_slices import slice_in_pairs
 from phalanx.layout.model_shape import MoESpec
+from phalanx.models.families.catalog import PRESETS
 from phalanx.planner import choose_layout, compute_cost, parse_cluster
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
@@ -18,7 +19,7 @@ from phalanx.planner.layer_exchanges import LayerRings, find_layer_cost
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.link_cost import RingPlacement
 from phalanx.planner.predict import predict_recipe_step
-from phalanx.planner.recipe_keys import apply_plan, free_layout, keys_of
+from phalanx.planner.recipe_keys import apply_plan, free_layout, keys_of, space_of
 from phalanx.planner.search import search_layouts
 from phalanx.planner.search_space import SearchSpace, list_degrees, list_row_degrees
 from phalanx.planner.work import StepWork, find_ffn_widths
@@ -201,3 +202,17 @@ def test_unlike_devices_that_would_share_rows_are_refused() -> None:
     tree = {"model": SMALL, "parallel": {"context": 2}, "balance": {"context": [3, 1]}, "data": {"seq_len": 256}}
     with pytest.raises(ConfigError, match=r"balance.context is \[3.0, 1.0\]; set balance.context=even"):
         predict_recipe_step(load.build_config(tree, "a recipe"), parse_cluster.parse_cluster("2xA100-80GB"))
+
+
+@pytest.mark.parametrize(
+    ("name", "contexts"), [("baichuan2-13b", (1,)), ("gpt-oss-20b", (1,)), ("llama-3-8b", (1, 2, 4))]
+)
+def test_degrees_of_a_folders_model_are_those_that_a_start_takes(name: str, contexts: tuple[int, ...]) -> None:
+    """Neither ALiBi nor sinks go over shared rows, and only the folder says that there are such."""
+    config = load.build_config({"model": {"from_hf": "folder"}, "data": {"seq_len": 4096}}, "a recipe")
+    question, there = PlanQuery(config, PRESETS[name], ()), parse_cluster.parse_cluster("8xH100-80GB")
+    work = question.work(there)
+    assert space_of(config, PRESETS[name], work, there, {}).contexts == contexts
+    if contexts == (1,):
+        with pytest.raises(ConfigError, match="shares no attention with"):
+            space_of(config, PRESETS[name], work, there, {"context": 2})

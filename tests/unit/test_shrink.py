@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config import load
+from phalanx.config.model_spec import build_model_spec
 from phalanx.config.schema import Config, get_knob, iter_knobs
-from phalanx.config.shrink import list_changes, shrink_config, shrink_spec
+from phalanx.config.shrink import VOCAB, list_changes, shrink_config, shrink_spec
 from phalanx.core.errors import ConfigError
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
@@ -85,7 +86,10 @@ def test_presets_stay_of_their_kind(name: str) -> None:
     assert (small.hidden == small.heads * small.head_dim) == (spec.hidden == spec.heads * spec.head_dim)
     assert small.intermediate / small.hidden == pytest.approx(spec.intermediate / spec.hidden, rel=0.1)
     found = tiny({"model": {"preset": name}, "data": {"tokenizer": "a-folder"}}, here=True)
-    assert load.build_config(found.model_dump(mode="json"), "it").model.vocab_size == spec.vocab_size
+    again = load.build_config(found.model_dump(mode="json"), "it")
+    assert replace(build_model_spec(again), dropout=small.dropout) == small
+    trained = build_model_spec(tiny({"model": {"preset": name}}))
+    assert (trained.block, trained.vocab_size) == (small.block, min(VOCAB, spec.vocab_size))
 
 
 @given(

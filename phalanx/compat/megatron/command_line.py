@@ -1,6 +1,5 @@
 """A command line of Megatron-LLaMA or Megatron-LM as a recipe, with the defaults of its `arguments.py`."""
 
-import math
 from collections.abc import Mapping
 
 from phalanx.compat.command_flags import BY_DEVICE, Flags, MappedCommand, to_number
@@ -36,6 +35,7 @@ MEGATRON_REASONS = {
     "override-opt_param-scheduler": "the recipe's schedule holds",
 }  # fmt: skip
 
+_ISOLATE = ("reset-attention-mask", "reset-position-ids")
 
 # Without one of each Megatron's model is none.
 _OF_A_LLAMA = (("swiglu",), ("RMSNorm", "normalization"), ("use-rotary-position-embeddings", "position-embedding-type"),
@@ -134,7 +134,8 @@ def _megatron_data(flags: Flags, mapped: MappedCommand) -> None:
             "the tokenizer that made the data is not named as a folder; give --tokenizer-type PretrainedFromHF "
             "--tokenizer-name-or-path FOLDER"
         )
-    isolated = flags.has("reset-attention-mask") and flags.has("reset-position-ids")
+    isolated = flags.given.keys() >= set(_ISOLATE)
+    flags.read |= set(_ISOLATE) if isolated else set()  # one of them alone has no counterpart
     put("data.isolate_documents", isolated)
     put("data.mask_document_end", flags.has("eod-mask-loss") and not isolated)
 
@@ -152,7 +153,7 @@ def _megatron_length(flags: Flags, mapped: MappedCommand) -> int:
     samples = flags.count("train-samples")
     if samples is not None and flags.has("rampup-batch-size"):
         raise ConfigError("--train-samples with --rampup-batch-size: give the number of steps as --train-iters")
-    put("train.steps", flags.need("train-iters") if samples is None else math.ceil(samples / batch))
+    put("train.steps", flags.need("train-iters") if samples is None else samples // batch)
     put("train.seed", flags.count("seed", 1234))
     if flags.has("exit-duration-in-mins"):
         put("train.stop_after", f"{flags.count('exit-duration-in-mins')}min")
@@ -177,10 +178,10 @@ def _megatron_optimizer(flags: Flags, mapped: MappedCommand) -> None:
     put("optim.schedule", style)
     batch = mapped.recipe["train"]["global_batch"]
     decay_samples, warmup_samples = (flags.count(f"lr-{name}-samples") for name in ("decay", "warmup"))
-    decay = flags.count("lr-decay-iters", math.ceil(decay_samples / batch) if decay_samples else steps)
+    decay = flags.count("lr-decay-iters", max(1, round(decay_samples / batch)) if decay_samples else steps)
     put("optim.decay_steps", decay)
     warmup = int(flags.number("lr-warmup-fraction", 0.0) * decay)
-    warmup = math.ceil(warmup_samples / batch) if warmup_samples else warmup
+    warmup = max(1, round(warmup_samples / batch)) if warmup_samples else warmup
     put("optim.warmup_steps", flags.count("lr-warmup-iters", warmup))
     put("optim.weight_decay", flags.number("weight-decay", 0.01))
     put("optim.clip_norm", flags.number("clip-grad", 1.0) or None)

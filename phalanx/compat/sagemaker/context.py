@@ -6,6 +6,7 @@ registry of attention functions, positions are those in the whole row, and the l
 the ranks tell each other, since the label of a piece's last position is in another piece.
 """
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -98,12 +99,13 @@ def _attend(
 
 @dataclass(frozen=True, eq=False)
 class _Positions:
-    """A hook before the model's forward: gives it the positions of its part, where the script does not."""
+    """A hook before the model's forward: gives it the positions of its part, where the script does not, and refuses
+    others, which transformers takes for several documents in a row."""
 
     shared: SharedRows
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
-        named = dict(zip(("input_ids", "attention_mask", "position_ids"), args[:3], strict=False)) | dict(given)
+        named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | dict(given)
         tokens = named.get("input_ids")
         tokens = named.get("inputs_embeds") if tokens is None else tokens
         mask = named.get("attention_mask")
@@ -115,10 +117,17 @@ class _Positions:
         if named.get("past_key_values") is not None:
             raise ConfigError("context parallelism is for training, not for past_key_values; remove them")
         named |= {"attention_mask": None, "use_cache": False}
-        if named.get("position_ids") is None and tokens is not None:
+        if tokens is not None:
             slices, rank = self.shared.slices_of(tokens.shape[1]), self.shared.context.rank
-            named["position_ids"] = positions_of(slices, rank).to(tokens.device)[None]
-        return args[3:], named
+            own = positions_of(slices, rank).to(tokens.device)[None]
+            positions = named.setdefault("position_ids", None)
+            named["position_ids"] = own if positions is None else positions
+            if positions is not None and not bool((positions - own == positions[:, :1] - own[:, :1]).all()):
+                raise ConfigError(
+                    f"context parallelism got position_ids that are not those of pieces {rank} and "
+                    f"{2 * self.shared.context.size - 1 - rank} of one document in each row; remove position_ids"
+                )
+        return (), named
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +142,11 @@ class _Loss:
 
     def __call__(
         self, logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, ignore_index: int = -100,
-        **_: Any,
+        shift_labels: Any = None, **_: Any,
     ) -> Tensor:  # fmt: skip
-        if num_items_in_batch is not None:
-            raise ConfigError("context parallelism counts labels itself; remove num_items_in_batch")
+        if num_items_in_batch is not None or shift_labels is not None:
+            name = "shift_labels" if num_items_in_batch is None else "num_items_in_batch"
+            raise ConfigError(f"context parallelism shifts and counts labels itself; remove {name}")
         axis, context = self.shared.context.axis, self.shared.context
         slices = self.shared.slices_of(labels.shape[1])
         mine = labels.to(device_for_group(axis.group, labels.device)).contiguous()
