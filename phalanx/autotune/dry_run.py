@@ -141,7 +141,10 @@ def _dry_run(config: Config, ranks: int, modes: Sequence[str] = ()) -> dict[str,
     row_part, part_subject = shorten_rows(config, subject)  # of an even part of each row
     walked = {
         mode: _scale_to_largest_part(
-            config, compute_activation_bytes(update_config(row_part, {"memory.activations": mode}), part_subject)
+            config,
+            compute_activation_bytes(
+                update_config(row_part, {"memory.activations": mode}), part_subject, config.parallel.context > 1
+            ),
         )
         for mode in modes or _modes(config)
     }

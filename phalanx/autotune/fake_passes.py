@@ -34,19 +34,19 @@ def compute_dtype_of(config: Config) -> torch.dtype:
     return DTYPES["bf16" if config.train.dtype == "mixed" else config.train.dtype]
 
 
-def compute_activation_bytes(config: Config, workload: Workload) -> tuple[int, int, int]:
+def compute_activation_bytes(config: Config, workload: Workload, grows: bool = False) -> tuple[int, int, int]:
     """What a forward and backward pass adds at its height, in bytes of the device: once, for each sample outside of
     the blocks, and for each sample in each block; a custom network counts as outside.
 
     Walked with one and two blocks and one and three samples, as the probe of `train.micro_batch` does with memory; for
-    what moves to the host with one more than stay and another. Of samples longer than a chunk of the loss its logits
-    are there once: all are walked in chunks of one size, and a whole chunk is counted, as equal chunks of a row a
-    little longer than one have half as many tokens.
+    what moves to the host with one more than stay and another. Where what is told `grows` with the length of rows,
+    longer ones than a chunk of the loss are walked in chunks of one size, and a whole chunk of logits is counted: equal
+    chunks of a row a little longer than one have half as many tokens.
     """
     depths, spec, chunk, more = choose_probe_depths(workload, config), workload.spec, None, 0
     if spec is not None:  # as on an accelerator: there a chunk of logits is larger than on a CPU
         chunk = whole = kernels.default_chunk(spec.vocab_size, torch.device("meta"))
-        if workload.positions > whole:
+        if workload.positions > whole and grows:
             chunk = math.ceil(workload.positions / math.ceil(workload.positions / whole))
             more = (whole - chunk) * spec.vocab_size * _logit_bytes(compute_dtype_of(config))
     peaks = {

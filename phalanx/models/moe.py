@@ -371,7 +371,9 @@ class MoEDecoder(Llama):
                 load.group_counts[:, number].index_add_(0, load.groups, counts)
         return hidden
 
-    def forward(self, *args: Any, draws: CounterRNG | None = None, **kwargs: Any) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, draws: CounterRNG | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """As `Llama.forward`."""
         load, group = self.load, self.spec.moe.group if self.spec.moe is not None else 1
         if load is not None and load.group_counts is not None and load.active and draws is not None:
@@ -379,4 +381,4 @@ class MoEDecoder(Llama):
             load.groups = (draws.samples // group - load.first_group).clamp(
                 0, last
             )  # rows without labels may be of none
-        return super().forward(*args, draws=draws, **kwargs)
+        return super().forward(tokens, labels, draws, *args, **kwargs)

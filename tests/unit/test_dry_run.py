@@ -42,15 +42,16 @@ KNOWN: dict[str, tuple[int, int, int]] = {}
 def walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tests ask of one model, cut in other ways: its sixteen passes with fake tensors are walked once."""
 
-    def known(config: load.Config, workload: Any) -> tuple[int, int, int]:
+    def known(config: load.Config, workload: Any, grows: bool) -> tuple[int, int, int]:
         told = config.model_dump(mode="json")
         asked = [
             str(workload.spec),
+            grows,
             told["train"]["dtype"],
             *(told[name] for name in ("model", "task", "data", "memory")),
         ]
         if (key := json.dumps(asked)) not in KNOWN:
-            KNOWN[key] = compute_activation_bytes(config, workload)
+            KNOWN[key] = compute_activation_bytes(config, workload, grows)
         return KNOWN[key]
 
     monkeypatch.setattr("phalanx.autotune.dry_run.compute_activation_bytes", known)
@@ -316,12 +317,21 @@ def test_the_longest_row_fills_the_device(capsys: pytest.CaptureFixture[str], mo
 
 
 def test_the_loss_takes_no_less_for_longer_rows() -> None:
-    """Around a chunk of the loss, where as many tokens in equal chunks have fewer in each."""
-    preset = {"preset": "llama-3.2-1b", "layers": 2, "max_seq_len": 1 << 16}
+    """Around a chunk of the loss, where as many tokens in equal chunks have fewer in each; of two ranks' halves."""
+    preset = {"preset": "llama-3.2-1b", "layers": 2, "max_seq_len": 1 << 17}
     chunk = default_chunk(128256, torch.device("meta"))
     lengths = [chunk // 2, chunk - 1, chunk, chunk + 1, 3 * chunk // 2, 2 * chunk + 1, 8 * chunk]
     found = [
-        _dry_run(checked(preset, data={"seq_len": length}, train={"global_batch": 2, "micro_batch": 1}), 1, ["none"])
+        _dry_run(
+            checked(
+                preset,
+                data={"seq_len": 2 * length},
+                train={"global_batch": 2, "micro_batch": 1},
+                parallel={"context": 2, "context_by": "ring"},
+            ),
+            2,
+            ["none"],
+        )
         for length in lengths
     ]
     losses = [each["memory"]["loss and the head's gradient"] for each in found]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from phalanx.autotune import dry_run as walk
+from phalanx.autotune import fake_passes
 from phalanx.autotune import run_size as sizes_of_run
 from phalanx.config import load, resolve
 from phalanx.config.schema import Config
@@ -16,6 +17,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.launch.dry_run_estimate import dry_run, estimate_by_formula
 from phalanx.models.families.catalog import PRESETS
 from phalanx.models.hf_config import config_from_spec
+from phalanx.models.layers import default_chunk
 from phalanx.report import run_size
 from tests.helpers import ALL, ROOT
 
@@ -118,8 +120,9 @@ def test_a_walk_of_few_layers_under_adapters_tells_what_many_take(mode: str, tmp
     config = shipped("mistral-7b-lora", tmp_path, f"memory.activations={mode}")
     config, workload, _ = walk._make_workload(resolve.resolve_autos(config, device="accelerator", world=1)[0])
     once, ends, block = walk.compute_activation_bytes(config, workload)
+    chunk = default_chunk(workload.spec.vocab_size, torch.device("meta"))
     for batch in (1, 3):
-        direct = walk._measure_peak_with_fakes(config, workload, 6, batch)
+        direct = fake_passes._measure_peak_with_fakes(config, workload, 6, batch, chunk)
         assert once + batch * (ends + 6 * block) == pytest.approx(direct, rel=0.001)
 
 

@@ -19,7 +19,8 @@ from phalanx.planner.failures import DEVICE_MTBF_S, HARDWARE_SHARE, LEAST_GOODPU
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.plan import SearchResult
 from phalanx.planner.recipe_keys import free_layout
-from phalanx.planner.search import SearchSpace, list_degrees, search_layouts
+from phalanx.planner.search import search_layouts
+from phalanx.planner.search_space import SearchSpace, list_degrees
 from phalanx.planner.work import StepWork
 from tests.helpers import ROOT
 from tests.unit.test_plan_command import LLAMA, NODES, failing, phalanx, planned

@@ -51,7 +51,7 @@ def test_any_divisor_shards_and_no_other_number(shard: int) -> None:
         ({"tensor_parallel_degree": 2, "hybrid_shard_degree": 8}, "8 x tensor_parallel_degree 2"),
         ({"tensor_parallel_degree": 2, "expert_parallel_degree": 2}, "cannot be combined"),
         ({"expert_parallel_degree": 2}, "no expert parallelism"),
-        ({"context_parallel_degree": 2, "tensor_parallel_degree": 4}, "4 x context_parallel_degree 2 does not divide"),
+        ({"context_parallel_degree": 4, "tensor_parallel_degree": 4}, "4 x context_parallel_degree 4 does not divide"),
         ({"context_parallel_degree": 4, "hybrid_shard_degree": 2}, "is above hybrid_shard_degree 2"),
         ({"hybrid_shard_degree": True}, "hybrid_shard_degree is True; give an integer"),
         ({"hybrid_shard_degree": "2"}, "write it without quotes"),
