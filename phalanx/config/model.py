@@ -106,7 +106,7 @@ class MoESection(Section):
     )
     balance_weight: Annotated[float, Field(ge=0, le=1e6), BeforeValidator(reject_bool)] | None = knob(
         None,
-        "factor of the load-balancing loss; default: that of the preset or folder, else 0.01, with balance bias 0",
+        "factor of the load-balancing loss; default: that of the preset or folder, else 0.01, or 0 with balance bias",
         trajectory=True,
     )
     bias_rate: Positive | None = knob(
