@@ -52,4 +52,4 @@ def test_a_folder_goes_to_megatron_and_back(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert len(checks) == 8
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
-    assert (tmp_path / "torch_dist" / "metadata.json").exists()
+    assert list((tmp_path / "torch_dist").rglob("metadata.json"))
