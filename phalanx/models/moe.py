@@ -367,7 +367,7 @@ class MoEDecoder(Llama):
         hidden, counts = block(*args, counted, load.seed if load.active else None, shares, correction)
         if load.active:
             load.counts[number] += counts.sum(0)
-            if load.group_counts is not None and load.groups is not None:
+            if load.seed is None and load.group_counts is not None and load.groups is not None:  # the pass ahead
                 load.group_counts[:, number].index_add_(0, load.groups, counts)
         return hidden
 
@@ -377,8 +377,6 @@ class MoEDecoder(Llama):
         """As `Llama.forward`."""
         load, group = self.load, self.spec.moe.group if self.spec.moe is not None else 1
         if load is not None and load.group_counts is not None and load.active and draws is not None:
-            last = load.group_counts.shape[0] - 1
-            load.groups = (draws.samples // group - load.first_group).clamp(
-                0, last
-            )  # rows without labels may be of none
+            # Rows without labels may be of none; they count in none.
+            load.groups = (draws.samples // group - load.first_group).clamp(0, load.group_counts.shape[0] - 1)
         return super().forward(tokens, labels, draws, *args, **kwargs)
