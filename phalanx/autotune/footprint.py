@@ -42,8 +42,9 @@ class RankFootprint:
 def make_rank_footprint(
     workload: Workload, config: Config, pipe: int, expert: int | None = None, counts: Sequence[int] = ()
 ) -> RankFootprint:
-    """What the rank number `pipe` of a pipeline holds; of those that divide experts number `expert`, or the one that
-    has most. `counts`: how many each of these has, where their speeds say so."""
+    """What the rank number `pipe` of a pipeline holds; of those that divide experts number `expert`
+    (`MeshAxes.expert_place`), or the one that has most. `counts`: how many each of these has, where their speeds say
+    so."""
     model = workload.model()
     if counts := counts or find_expert_counts(config, workload.spec):
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
@@ -52,9 +53,9 @@ def make_rank_footprint(
     if config.parallel.axes.model_parallel_size == 1:
         return RankFootprint(model, pipe)
     # Where the vocabulary does not divide, the last slice of it is one of the longest.
-    return RankFootprint(
-        model, pipe, partition_model_at(model, config, MeshCoordinates(pipe, 0, config.parallel.tensor - 1))
-    )
+    tensor = config.parallel.tensor
+    at = MeshCoordinates(pipe, 0, tensor - 1 if expert is None else expert % tensor)
+    return RankFootprint(model, pipe, partition_model_at(model, config, at))
 
 
 def make_all_footprints(workload: Workload, config: Config) -> list[RankFootprint]:

@@ -120,11 +120,12 @@ def state_bytes(
     """Bytes that `rank`, or the one that holds most, holds besides activations. Where several ranks hold one copy of
     the model, each holds its stages and slices of it; `expert_counts`: as of `make_rank_footprint`."""
     layout = find_state_layout(config, device, world, weights)
-    place = None if rank is None else config.parallel.axes.coordinates(rank, world)
+    axes = config.parallel.axes
+    place = None if rank is None else axes.coordinates(rank, world)
     helds = (
         make_all_footprints(workload, config)
         if place is None
-        else [make_rank_footprint(workload, config, place.pipe, place.data % config.parallel.expert, expert_counts)]
+        else [make_rank_footprint(workload, config, place.pipe, axes.expert_place(place), expert_counts)]
     )
     number = None if place is None else place.data
     return max(sum(state_items(held.model, workload.spec, layout, number).values()) for held in helds)

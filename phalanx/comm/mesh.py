@@ -136,7 +136,8 @@ class Mesh:
 
     @property
     def expert(self) -> Axis | None:
-        """Ranks of `data` that divide the experts of each layer among them; None where each has all."""
+        """Ranks of several copies that divide the experts of each layer among them; None without parallel.expert, where
+        those of `tensor` do."""
         return self.extra.axes.get("expert")
 
     @property

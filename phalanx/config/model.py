@@ -20,7 +20,9 @@ from phalanx.config.fields import (
 from phalanx.layout.model_shape import MAX_LAYERS
 from phalanx.models.families.catalog import FAMILIES
 
-LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down", "experts.gate_up", "experts.down"]
+LoraTarget = Literal[
+    "q", "k", "v", "o", "gate", "up", "down", "q_down", "q_up", "kv_down", "kv_up", "experts.gate_up", "experts.down"
+]  # fmt: skip
 
 
 class RopeScalingSection(Section):
@@ -59,8 +61,9 @@ class LoraSection(Section):
     dropout: Fraction = knob(0.0, "probability of zeroing an input element of A", trajectory=True)
     targets: Annotated[list[LoraTarget], Field(min_length=1), BeforeValidator(as_list)] | Auto = knob(
         "auto",
-        "which matrices of each block get an adapter: q, k, v, o, gate, up, down, and of each expert experts.gate_up, "
-        "experts.down; auto: the adapter's, else all that the model has beside experts",
+        "which matrices of each block get an adapter: q, k, v, o, gate, up, down, of latent attention q_down, q_up, "
+        "kv_down, kv_up, and of each expert experts.gate_up, experts.down; auto: the adapter's, else all that the "
+        "model has beside experts",
         trajectory=True,
     )
 

@@ -172,7 +172,7 @@ def _lora(section: LoraSection | None, spec: ModelSpec) -> LoraSpec | None:
     if section is None or section.rank == "auto" or section.alpha == "auto":
         return None
     targets = catalog.find_adapter_targets(spec) if section.targets == "auto" else section.targets
-    ordered = tuple(name for name in (*shapes.LORA_TARGETS, *shapes.EXPERT_TARGETS) if name in targets)
+    ordered = tuple(name for name in (*shapes.ADAPTED_MODULES, *shapes.EXPERT_TARGETS) if name in targets)
     return LoraSpec(rank=section.rank, alpha=section.alpha, targets=ordered, dropout=section.dropout)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from phalanx.config import optimizers
 from phalanx.config.load import update_config
-from phalanx.config.model_spec import default_task
+from phalanx.config.model_spec import default_task, recipe_family
 from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.config.sentences import list_problems
 from phalanx.config.validation import find_problems_for_world
@@ -108,6 +108,17 @@ def _decide_task(config: Config) -> Iterator[Decision]:
         yield ("task.kind", *default_task(config))
 
 
+def find_compile_obstacle(config: Config, experts: bool) -> str:
+    """Why blocks that exchange with other ranks are not compiled; "" where they may be. `experts`: the model has
+    some."""
+    axes = ("context", "expert", "tensor") if experts else ("context", "expert")
+    divided = [axis for axis in axes if getattr(config.parallel, axis) > 1]
+    if not divided or config.memory.activations not in ("auto", "selective"):
+        return ""
+    why = f"with parallel.{divided[0]} a block is compiled only where it is recomputed as a whole or not at all"
+    return f"{why}, and memory.activations is {config.memory.activations}"
+
+
 def _decide_arithmetic(config: Config, device: str, bf16: bool, differ: bool) -> Iterator[Decision]:
     on_cpu = device == "cpu"
     if config.train.dtype == "auto" and differ:
@@ -116,10 +127,8 @@ def _decide_arithmetic(config: Config, device: str, bf16: bool, differ: bool) ->
         why = f"the device is {device}" if on_cpu or bf16 else f"a {device} device has no bf16"
         yield "train.dtype", "fp32" if on_cpu else "bf16" if bf16 else "fp16", why
     if config.train.compile == "auto":
-        divided = [axis for axis in ("context", "expert") if getattr(config.parallel, axis) > 1]
-        if divided and config.memory.activations in ("auto", "selective"):
-            why = f"with parallel.{divided[0]} a block is compiled only where it is recomputed as a whole or not at all"
-            yield "train.compile", False, f"{why}, and memory.activations is {config.memory.activations}"
+        if why := find_compile_obstacle(config, recipe_family(config).has_experts):
+            yield "train.compile", False, why
         elif config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
             why = "parallel.schedule zero_bubble splits the backward pass, which a compiled block does not support"
             yield "train.compile", False, why

@@ -227,7 +227,8 @@ class ParallelSection(Section):
     )
     expert: Count = knob(
         1,
-        "expert parallelism: neighbouring ranks that divide the experts of each layer among them, and exchange tokens",
+        "expert parallelism: neighbouring ranks that divide the experts of each layer among them, and exchange tokens; "
+        "each with its tensor ranks",
     )
 
     @property

@@ -242,11 +242,7 @@ def _model_parallel_problems(config: Config) -> list[str]:
     if parallel.engine in ("single", "fsdp2"):
         found.append(f"{what} cannot be combined with parallel.engine {parallel.engine}; set parallel.engine=sharded")
     family, own_task = recipe_family(config), is_custom_task(config)
-    if (
-        own_task
-        or not (family.tensor_plan or family.has_experts)
-        or (config.model.code is not None and parallel.tensor == 1)
-    ):
+    if own_task or not family.tensor_plan or (config.model.code is not None and parallel.tensor == 1):
         kind = "a custom task" if own_task else "model.code" if config.model.code is not None else f"a {family.title}"
         cuts, it = ("cut", "them") if len(together) > 1 else ("cuts", "it")
         found.append(f"{what} {cuts} models of the Llama family only, not that of {kind}; remove {it}")

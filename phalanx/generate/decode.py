@@ -25,6 +25,7 @@ from phalanx.workload.workload import make_workload
 
 if TYPE_CHECKING:
     from phalanx.config.schema import Config
+from phalanx.workload.expert_counts import find_expert_counts
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def load_distributed_model(config: "Config", spec: ModelSpec, paths: RunPaths, m
     """Load this rank's part of the model in a run's newest checkpoint, by byte range; in the layout of `config`,
     whatever the layout of the run. Collective. Raises RunError if there is no checkpoint."""
     model, precision = make_workload(config, spec, paths).model(), precision_of(config.train.dtype, mesh)
-    parted = partition_model(model, config, mesh, precision)
+    parted = partition_model(model, config, mesh, precision, find_expert_counts(config, spec))
     assert isinstance(model, StagedArchitecture)
     checkpoint = agree_on_newest(
         paths.checkpoints, mesh.rank, JsonGroup(mesh.checkpoint), None, lambda kind, what: None

@@ -8,8 +8,9 @@ Context parallelism is a part of the data axis: `context` neighbouring copies fo
 together. Each of its ranks holds a whole copy and computes some positions of each row. Gradients are sums, so whatever
 reduces or shards them treats these ranks as it does any others of the data axis.
 
-Expert parallelism is another part of it: `expert` neighbouring copies divide the experts of each layer among them, and
-exchange tokens. Ranks with the same place in such a group hold the same experts (`expert_copies`).
+Expert parallelism is another part of it: all ranks of a stage of `expert` neighbouring copies, those of tensor
+parallelism too, divide the experts of each layer among them, and exchange tokens. Ranks with the same place in such a
+group hold the same experts (`expert_copies`). With `expert` 1 the tensor axis is such a group.
 """
 
 from collections.abc import Iterator
@@ -51,8 +52,17 @@ class MeshAxes:
 
     @property
     def parts_of_data(self) -> tuple[str, ...]:
-        """Axes of `groups` that are parts of the data axis, where they have several ranks."""
+        """Axes of `groups` that are of parts of the data axis, where they are of several copies."""
         return ("context",) * (self.context > 1) + ("expert", EXPERT_COPIES) * (self.expert > 1)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that divide the experts of a layer among them."""
+        return self.expert * self.tensor
+
+    def expert_place(self, place: MeshCoordinates) -> int:
+        """Which of them a rank is."""
+        return place.data % self.expert * self.tensor + place.tensor
 
     def copies_with_experts_of(self, copy: int, copies: int) -> range:
         """Of so many copies of the model those that hold the same experts as number `copy`."""
@@ -107,15 +117,16 @@ class MeshAxes:
         return (place.pipe * self.data_parallel_size(world) + place.data) * self.tensor + place.tensor
 
     def groups(self, axis: str, world: int) -> Iterator[tuple[int, ...]]:
-        """All groups of ranks that differ along one axis alone ("data", "context", "expert", "expert_copies", "tensor"
-        or "pipe"), or in both of the model's ("model"), each in order of rank: every rank is in one of them."""
+        """All groups of ranks that differ along one axis alone ("data", "context", "expert_copies", "tensor" or
+        "pipe"), in both of the model's ("model"), or along the tensor axis and within a part of the data axis
+        ("expert"), each in order of rank: every rank is in one of them."""
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(world):
             place = self.coordinates(rank, world)
             alike = {
                 "data": (place.pipe, place.tensor),
                 "context": (place.pipe, place.data // self.context, place.tensor),
-                "expert": (place.pipe, place.data // self.expert, place.tensor),
+                "expert": (place.pipe, place.data // self.expert),
                 EXPERT_COPIES: (place.pipe, place.data % self.expert, place.tensor),
                 "tensor": (place.pipe, place.data),
                 "pipe": (place.data, place.tensor),

@@ -43,8 +43,13 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
 
 
-ATTENTION_TARGETS = ("q", "k", "v", "o")
-LORA_TARGETS = (*ATTENTION_TARGETS, "gate", "up", "down")  # the matrices of a block that may get an adapter
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the matrices of a block that may get an adapter
+LATENT_TARGETS = ("q_down", "q_up", "kv_down", "kv_up")  # those of latent attention that may, beside q and o
+# Their modules in a block.
+ADAPTED_MODULES = {
+    name: f"{'mlp' if name in ('gate', 'up', 'down') else 'attention'}.{name}"
+    for name in (*LORA_TARGETS, *LATENT_TARGETS)
+}
 EXPERT_TARGETS = ("experts.gate_up", "experts.down")  # the stacks of a layer's experts that may
 
 
@@ -53,7 +58,7 @@ class LoraSpec:
     """LoRA adapters with frozen weights: `targets` of each block compute with W + alpha / rank * B A; see
     models/lora.py.
 
-    `dropout` is the probability of zeroing an element of A's input. `targets` are of LORA_TARGETS and
+    `dropout` is the probability of zeroing an element of A's input. `targets` are of LORA_TARGETS, LATENT_TARGETS and
     EXPERT_TARGETS, in this order.
     """
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 # How the matrix (out, in) of a module is cut: by outputs; by outputs that are key and value heads, of which there may
-# be fewer than ranks; by inputs; by rows of the vocabulary, in ranges that may be unequal.
-CUT_KINDS = ("column", "column_kv", "row", "vocabulary")
+# be fewer than ranks; by outputs, where the input is that of a narrow one; by inputs; by rows of the vocabulary, in
+# ranges that may be unequal; not at all, as its few outputs are what all ranks' heads need.
+CUT_KINDS = ("column", "column_kv", "column_entered", "row", "vocabulary", "narrow")
 EXPERTS = ".mlp.experts."  # in the names of stacks (E, ...)
 _BLOCK = re.compile(r"^(?:.*\.)?(?:layers|h)\.\d+\.")
 
@@ -93,8 +94,8 @@ def plan_tensor_shards(
     for name, shape in shapes.items():
         module = name.rpartition(".")[0]
         kind = find_cut_kind(module, kinds)
-        if kind is None or (kind == "row" and len(shape) < 2):  # the bias of a sum over ranks is added once, by each
-            continue
+        if kind in (None, "narrow") or (kind == "row" and len(shape) < 2):
+            continue  # the bias of a sum over ranks is added once, by each
         last = len(shape) - 1 if (kind == "row") != (module in transposed) else 0
         cut = _cut(shape, kind, last, kv_heads, size, rank)
         found[name] = replace(cut, sections=sections.get(module, ()))

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.lora import MODULES
+from phalanx.layout.model_shape import ADAPTED_MODULES, ModelSpec
 from phalanx.models.model import Architecture
 from phalanx.models.user_model import hf_name, hf_stack, shapes_of
 
@@ -95,7 +94,7 @@ def find_places(
 
 def find_adapter_places(model_class: type[Architecture], spec: ModelSpec) -> dict[str, Place]:
     """The places of the matrices that adapters are for, where they share a tensor with others, or are transposed."""
-    ends = tuple(f".{path}.weight" for path in MODULES.values())
+    ends = tuple(f".{path}.weight" for path in ADAPTED_MODULES.values())
     shapes = {name: shape for name, shape in shapes_of(model_class, spec).items() if name.endswith(ends)}
     return {name: place for name, place in find_places(model_class, spec, shapes).items() if not place.alone}
 

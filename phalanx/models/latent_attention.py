@@ -56,10 +56,11 @@ class LatentAttention(Attention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `Attention`; values are as wide as queries."""
         plain, turned, value = self.latent.plain_dim, self.head_dim, self.value_dim
-        q = self.q_up(self.q_down_norm(self.q_down(x))) if self.latent.query_rank else self.q(x)
+        at = draws, site
+        q = self.q_up(self.q_down_norm(self.q_down(x, *at)), *at) if self.latent.query_rank else self.q(x, *at)
         q_plain, q_turned = q.unflatten(-1, (-1, plain + turned)).split((plain, turned), dim=-1)
-        narrow, k_turned = self.kv_down(x).split((self.latent.key_rank, turned), dim=-1)
-        wide = self.kv_up(self.kv_down_norm(narrow)).unflatten(-1, (-1, plain + value))
+        narrow, k_turned = self.kv_down(x, *at).split((self.latent.key_rank, turned), dim=-1)
+        wide = self.kv_up(self.kv_down_norm(narrow), *at).unflatten(-1, (-1, plain + value))
         k_plain, v = wide.split((plain, value), dim=-1)
         q = torch.cat((q_plain, apply_rope(q_turned, cos, sin, pairs=True)), dim=-1) * self.sharper
         k_turned = apply_rope(k_turned[:, :, None], cos, sin, pairs=True).expand(*k_plain.shape[:3], -1)

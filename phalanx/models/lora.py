@@ -13,18 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import ATTENTION_TARGETS, EXPERT_TARGETS, LORA_TARGETS, LoraSpec
+from phalanx.layout.model_shape import ADAPTED_MODULES, EXPERT_TARGETS, LoraSpec
 from phalanx.models.counter_rng import CounterRNG, derive_key, uniform
 from phalanx.models.layers import Linear
 
-# A target of LORA_TARGETS -> its module in a block.
-MODULES = {name: f"{'attention' if name in ATTENTION_TARGETS else 'mlp'}.{name}" for name in LORA_TARGETS}
 # Dropout sites of adapters, distinct from those of blocks, which count from 0 to twice the layers.
 _FIRST_SITE = 1 << 20
 
 
 class LoraLinear(Linear):
-    """A linear layer with a LoRA adapter; `number` (below 8) distinguishes its dropout from others in the block."""
+    """A linear layer with a LoRA adapter; `number` distinguishes its dropout from others in the
+    block, and is below 16, as blocks have two sites."""
 
     def __init__(self, like: nn.Linear, lora: LoraSpec, number: int) -> None:
         """Create the layer with the shape, device and dtype of `like`, without its values."""
@@ -54,10 +53,9 @@ def apply_lora(model: nn.Module, lora: LoraSpec) -> None:
     assert isinstance(blocks, nn.ModuleList)
     model.requires_grad_(False)
     for index, block in enumerate(blocks):
-        for number, target in enumerate(LORA_TARGETS):
+        for number, (target, path) in enumerate(ADAPTED_MODULES.items()):
             if target not in lora.targets:
                 continue
-            path = MODULES[target]
             found = dict(block.named_modules()).get(path)
             if not isinstance(found, nn.Linear):
                 raise ConfigError(
@@ -117,8 +115,8 @@ def adapter_names(lora: LoraSpec, layers: int) -> Iterator[tuple[str, str, str]]
         for target in lora.targets:
             matrix = f"layers.{index}.mlp.{target}"
             module = f"{matrix}_adapter"
-            if target in MODULES:
-                module = f"layers.{index}.{MODULES[target]}"
+            if target in ADAPTED_MODULES:
+                module = f"layers.{index}.{ADAPTED_MODULES[target]}"
                 matrix = f"{module}.weight"
             yield matrix, f"{module}.lora_a", f"{module}.lora_b"
 

@@ -65,8 +65,14 @@ class Router(nn.Module):
     def forward(self, x: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, D) -> logits (T, E) in float32 or better, the chosen experts (T, k) int64, the best first, and their
         weights (T, k). A `correction` (E,) replaces the parameter, which an engine rounds to the compute type."""
+        return self.route(x, self.weight, self.bias, correction)
+
+    def route(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `forward`, by this weight and bias."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+        logits = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
         scores = logits.softmax(-1) if self.correction is None else logits.sigmoid()
         # topk takes any of equal scores; a stable sort the first.
         chosen = _sort(self.rank(logits.detach(), scores.detach(), correction))[:, : self.moe.experts_per_token]
@@ -213,7 +219,8 @@ def count_choices(chosen: Tensor, counted: Tensor, experts: int) -> Tensor:
 
 
 class MoELayer(nn.Module):
-    """A router, its experts and those that all tokens go through, in the place of a block's feed-forward layer."""
+    """A router, its experts and those that all tokens go through, in the place of a block's feed-forward layer. With
+    `positions` (parallel/experts.py) this rank routes only some tokens."""
 
     shared: MLP | None
 
@@ -224,6 +231,7 @@ class MoELayer(nn.Module):
         assert spec.moe is not None
         width = spec.moe.shared * spec.moe.intermediate
         self.shared = MLP(replace(spec, intermediate=width)) if width else None
+        self.positions: Any = None
 
 
 class _AddedLoss(torch.autograd.Function):
@@ -262,7 +270,7 @@ class ExpertLoad:
 
 class MoEBlock(Block):
     """A block with experts, or, among the `dense_layers`, one without; returns beside the hidden states how many tokens
-    with a label, of each row, have chosen each expert."""
+    with a label, of each row, have chosen each expert, of those that this rank routes."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
@@ -307,29 +315,37 @@ class MoEBlock(Block):
         shares: Tensor | None,
         correction: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """x (B, S, D) -> what the experts give for it, and the counts of choices."""
+        """x (B, S, D) -> what the experts give for it, and the counts of choices, of the tokens that this rank
+        routes."""
         assert isinstance(self.mlp, MoELayer)
-        rows, length = x.shape[:2]
-        logits, chosen, weights = self.mlp.router(x.flatten(0, 1), correction)
-        fed = self.mlp.experts(x.flatten(0, 1), chosen, weights).unflatten(0, (rows, length))
-        fed = fed if self.mlp.shared is None else fed + self.mlp.shared(x)
-        if counted is None:
-            counted = torch.ones(rows, length, 1, dtype=torch.int64, device=x.device)
-        choices = counted.expand(-1, -1, chosen.shape[1]).flatten(1)
+        positions = self.mlp.positions
+        mine = x if positions is None else positions.enter(x)
+        rows, length = mine.shape[:2]
+        logits, chosen, weights = self.mlp.router(mine.flatten(0, 1), correction)
+        fed = self.mlp.experts(mine.flatten(0, 1), chosen, weights).unflatten(0, (rows, length))
+        here = torch.ones(rows, length, 1, dtype=torch.int64, device=x.device)
+        if counted is not None:
+            here = counted if positions is None else positions.select(counted)
+        choices = here.expand(-1, -1, chosen.shape[1]).flatten(1)
         by_row = count_choices(chosen.reshape(rows, -1), choices, self.experts)
         if seed is not None:
-            loss = self.loss_sum(logits.unflatten(0, (rows, length)), counted, by_row, shares)
+            logits = logits.unflatten(0, (rows, length))
+            if shares is None and self.balance != "none":
+                of_row = by_row if positions is None else positions.sum(by_row)
+                labels = of_row.sum(1, keepdim=True) // chosen.shape[1]
+                shares = (of_row.to(logits.dtype) / labels.clamp(min=1))[:, None]  # (B, 1, E)
+            loss = self.loss_sum(logits, here, shares)
             if loss is not None:
                 fed = _AddedLoss.apply(fed, loss, seed)
-        return fed, by_row
+        fed = fed if positions is None else positions.leave(fed, x)
+        return fed if self.mlp.shared is None else fed + self.mlp.shared(x), by_row
 
-    def loss_sum(self, logits: Tensor, counted: Tensor, by_row: Tensor, shares: Tensor | None) -> Tensor | None:
-        """What is added to the sum of the losses of tokens: logits (B, S, E), counted (B, S, 1), by_row (B, E)."""
+    def loss_sum(self, logits: Tensor, counted: Tensor, shares: Tensor | None) -> Tensor | None:
+        """What is added to the sum of the losses of tokens: logits (B, S, E), counted (B, S, 1), shares of
+        `forward`."""
         loss, here = None, counted.to(logits.dtype)
         if self.balance != "none":
-            if shares is None:
-                shares = (by_row.to(logits.dtype) / counted.sum(1).clamp(min=1))[:, None]  # (B, 1, E)
-            assert isinstance(self.mlp, MoELayer)
+            assert isinstance(self.mlp, MoELayer) and shares is not None
             loss = (self.mlp.router.probabilities(logits) * shares * here).sum() * self.loss_weight
         if self.z_weight:
             squares = (logits.logsumexp(-1, keepdim=True).square() * here).sum() * self.z_weight

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import EXPERT_TARGETS, LORA_TARGETS, LoraSpec
+from phalanx.layout.model_shape import ADAPTED_MODULES, EXPERT_TARGETS, LoraSpec
 from phalanx.models.hf_layout import Place
-from phalanx.models.lora import MODULES, adapter_names
+from phalanx.models.lora import adapter_names
 from phalanx.models.peft_experts import (
     KEY,
     join_experts,
@@ -113,8 +113,8 @@ class Adapter:
         extra = sorted(set(self._tensors) - set(self._names.values()))
         if extra:
             raise ConfigError(
-                f"{weights} hold {extra[0]}, but only adapters of the matrices {', '.join(MODULES)} of this model's "
-                f"{layers} layers can be trained here; use an adapter of these alone"
+                f"{weights} hold {extra[0]}, but only adapters of the matrices {', '.join(ADAPTED_MODULES)} of this "
+                f"model's {layers} layers can be trained here; use an adapter of these alone"
             )
         if not self._names:
             raise ConfigError(f"{weights} contain no adapter; fetch the folder's files again")
@@ -142,7 +142,7 @@ class Adapter:
                 raise _refusal(self.folder / CONFIG, key, patterns, {})
         for index, target in itertools.product(range(layers if any(given.values()) else 0), _known_targets(hf_name)):
             module = f".{_matrix(hf_name, index, target)}"
-            count = _count_parts(f"layers.{index}.{MODULES[target]}.weight", places)
+            count = _count_parts(f"layers.{index}.{ADAPTED_MODULES[target]}.weight", places)
             own = [
                 next((number for end, number in given[key].items() if module.endswith(f".{end}")), value)
                 for key, value in plain.items()
@@ -226,7 +226,7 @@ def _is_transposed(places: Mapping[str, Place]) -> bool:
 
 
 def _ordered(targets: set[str]) -> tuple[str, ...]:
-    return tuple(target for target in (*LORA_TARGETS, *EXPERT_TARGETS) if target in targets)
+    return tuple(target for target in (*ADAPTED_MODULES, *EXPERT_TARGETS) if target in targets)
 
 
 def _expert_wrappers(lora: LoraSpec, layers: int, hf_name: HfName) -> Iterator[tuple[str, str, str]]:
@@ -240,7 +240,7 @@ def _expert_wrappers(lora: LoraSpec, layers: int, hf_name: HfName) -> Iterator[t
 def _known_targets(hf_name: HfName) -> list[str]:
     """The targets that the model has, by its names: one without a gated MLP lacks the gate."""
     found = []
-    for target in MODULES:
+    for target in ADAPTED_MODULES:
         with contextlib.suppress(ConfigError):
             _matrix(hf_name, 0, target)
             found.append(target)
@@ -249,7 +249,7 @@ def _known_targets(hf_name: HfName) -> list[str]:
 
 def _matrix(hf_name: HfName, index: int, target: str) -> str:
     """The module name in a Hugging Face model of the matrix `target` of layer `index`."""
-    return hf_name(f"layers.{index}.{MODULES[target]}.weight").removesuffix(".weight")
+    return hf_name(f"layers.{index}.{ADAPTED_MODULES[target]}.weight").removesuffix(".weight")
 
 
 def _read_config(folder: Path, transposed: bool) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def save_adapter(
         joined = join_experts(*(tensor_of(name).detach().to("cpu", dtype, copy=True) for name in (a, b)))
         tensors |= {f"{module}.lora_{kind}.weight": each for kind, each in zip("AB", joined, strict=True)}
     experts = write_expert_targets(lora.targets)
-    lora = replace(lora, targets=tuple(target for target in lora.targets if target in MODULES))
+    lora = replace(lora, targets=tuple(target for target in lora.targets if target in ADAPTED_MODULES))
     for matrix, a, b in adapter_names(lora, layers):
         module = _PREFIX + hf_name(matrix).removesuffix(".weight")
         theirs_a, theirs_b = f"{module}.lora_A.weight", f"{module}.lora_B.weight"

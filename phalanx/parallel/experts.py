@@ -5,12 +5,17 @@ give. Numbers of experts may differ, in proportion to the ranks' speeds, and be 
 the sizes that the choices of this micro-batch have, which the ranks tell each other first. A gradient is a sum over
 tokens, wherever they came from, so those of experts have no factor for the number of ranks. Source: Lepikhin et al.,
 "GShard", 2020 (the exchange); unequal divisions are ours.
+
+Tensor-parallel ranks have the same tokens. So each routes some positions of every row, and only those: a token is sent
+to its experts, and counted in loads and in the loss that balances them, by one rank. They all belong to the group that
+divides the experts, which have one gradient then as without; that of the router is summed over them (PartialRouter).
 """
 
 import weakref
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm import collectives
@@ -20,13 +25,13 @@ from phalanx.layout.tensor_shards import TensorShard, plan_expert_shards
 from phalanx.models.grouped_mm import sort_rows, unsort_rows
 from phalanx.models.moe import Experts
 from phalanx.parallel.all_to_all import all_to_all
-from phalanx.parallel.tensor_layers import copy_shard
+from phalanx.parallel.tensor_layers import TensorParallelContext, copy_shard
 
 
 class ExpertParallel:
-    """The expert-parallel group of a rank, held by a model's experts; rank r of it holds `counts[r]` experts of each
-    layer, in order. Rows travel as `transport` (None: as they are), since ranks may compute in different types. The
-    reference to the axis is weak: a model may outlive its mesh, but must not keep the process group alive."""
+    """The ranks that divide experts with this one, held by its experts; number r of them holds `counts[r]` experts
+    of each layer, in order. Rows travel as `transport` (None: as they are), since ranks may compute in different types.
+    The reference to the axis is weak: a model may outlive its mesh, but must not keep the process group alive."""
 
     def __init__(
         self, axis: Axis, traffic: Traffic, counts: Sequence[int], transport: torch.dtype | None = None
@@ -69,6 +74,37 @@ class ExpertParallel:
         received = [mine] * self.size
         collectives.all_to_all(told, counts, received, self.counts, self.axis.group, self.traffic).wait()
         return told.view(self.size, mine)
+
+
+class TokenPositions:
+    """The positions of every row that a tensor-parallel rank routes: an equal part, in order of rank, which is the one
+    that it has anyway with sequence parallelism."""
+
+    def __init__(self, cut: TensorParallelContext) -> None:
+        self._cut = cut
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Hidden states (B, S or its part, D) -> (B, own positions, D)."""
+        return x if self._cut.sequence else self.select(self._cut.enter(x))
+
+    def leave(self, fed: Tensor, x: Tensor) -> Tensor:
+        """The way back: (B, own positions, D) -> the shape of `x`, which was entered."""
+        if self._cut.sequence:
+            return fed
+        first = self._edges(x.shape[1])[0]
+        return self._cut.leave(F.pad(fed, (0, 0, first, x.shape[1] - first - fed.shape[1])))
+
+    def select(self, rows: Tensor) -> Tensor:
+        """Of all positions (B, S, ...) the own ones."""
+        return rows[:, slice(*self._edges(rows.shape[1]))]
+
+    def _edges(self, length: int) -> tuple[int, int]:
+        peers = self._cut.peers
+        return length * peers.rank // peers.size, length * (peers.rank + 1) // peers.size
+
+    def sum(self, counts: Tensor) -> Tensor:
+        """The sum over the ranks, without a gradient."""
+        return self._cut.peers.exchange(counts, "sum", "same")
 
 
 def apply_expert_parallel(model: nn.Module, parallel: ExpertParallel) -> dict[str, TensorShard]:

@@ -181,10 +181,9 @@ def partition_model(
     """
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
     held: dict[str, TensorShard] = {}
-    if mesh.expert is not None:
-        connect(mesh.expert.group, mesh.device)
-        divided = ExpertParallel(mesh.expert, mesh.traffic, expert_counts, precision.transport)
-        held = apply_expert_parallel(model, divided)
+    if (axis := mesh.expert or mesh.tensor) is not None and expert_counts:
+        connect(axis.group, mesh.device)
+        held = apply_expert_parallel(model, ExpertParallel(axis, mesh.traffic, expert_counts, precision.transport))
     if mesh.axes.model_parallel_size == 1:
         return ModelPart(shapes, shards=held)
     if not isinstance(model, StagedArchitecture):
@@ -200,9 +199,8 @@ def partition_model(
         plan = plan_stages(model.spec, mesh.pipe.size, parallel.schedule, numbers)
         pipeline = make_pipeline(model, plan, parallel.schedule, mesh, precision, parallel.sequence_parallel is True)
     if mesh.tensor is not None:
-        held = apply_tensor_parallel(
-            model, make_tensor_context(mesh, model.spec.kv_heads, parallel.sequence_parallel is True)
-        )
+        cut = make_tensor_context(mesh, model.spec.kv_heads, parallel.sequence_parallel is True)
+        held |= apply_tensor_parallel(model, cut)
     names = [name for name, _ in model.named_parameters()]
     size = 1 if mesh.tensor is None else mesh.tensor.size
     copies = count_copies(dict.fromkeys(names), held, size)

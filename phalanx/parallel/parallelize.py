@@ -20,6 +20,7 @@ from phalanx.comm.mesh import Mesh
 from phalanx.comm.p2p import connect
 from phalanx.core.errors import ConfigError, is_out_of_memory
 from phalanx.engine.interface import Engine, Precision
+from phalanx.layout.tensor_shards import EXPERTS
 from phalanx.models import layers
 from phalanx.models.batch_norm import batch_norms
 from phalanx.models.counter_rng import CounterRNG
@@ -94,7 +95,7 @@ def parallelize(
         precision=precision,
         loss_scale=LossScale(train.loss_scale, train.loss_scale_growth_interval, mesh.device) if scaled else None,
         **({"copies": parted.copies} if parted.copies else {}),
-        **({"experts": parted.shards.keys()} if mesh.expert is not None else {}),
+        **({"experts": [name for name in parted.shards if EXPERTS in name]} if mesh.expert is not None else {}),
         **({"fp8_weights": find_fp8_weights(model, model.blocks())} if reads_fp8 else {}),
     )
     if not isinstance(model, Architecture):

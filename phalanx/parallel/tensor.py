@@ -26,13 +26,17 @@ from phalanx.models.families.catalog import family_of
 from phalanx.models.layers import LayerNorm, Linear, RMSNorm
 from phalanx.models.llama import Attention, Head
 from phalanx.models.model import StagedArchitecture
+from phalanx.models.moe import MoELayer, Router
+from phalanx.parallel.experts import TokenPositions
 from phalanx.parallel.tensor_collectives import TensorParallelPeers
 from phalanx.parallel.tensor_layers import (
     ColumnParallelLinear,
     LayerShards,
+    NarrowLinear,
     PartialLayerNorm,
     PartialLinear,
     PartialRMSNorm,
+    PartialRouter,
     RowParallelLinear,
     SplitRMSNorm,
     TensorParallelContext,
@@ -41,6 +45,8 @@ from phalanx.parallel.tensor_layers import (
     copy_shard,
     gather_logits,
 )  # fmt: skip
+
+_OF_HEADS = (".q_norm", ".k_norm", ".q_down_norm", ".kv_down_norm")  # norms
 
 
 def make_vocab_parallel_cross_entropy(peers: TensorParallelPeers, whole: int) -> Callable[..., Tensor]:
@@ -86,7 +92,12 @@ def apply_tensor_parallel(model: StagedArchitecture, cut: TensorParallelContext)
     _split_replicated(model, cut, held)
     for name, module in model.named_modules():
         if isinstance(module, Attention):
-            module.first_head = held[f"{name}.q.weight"].start // module.head_dim
+            module.first_head = spec.heads * peers.rank // peers.size
+            if (part := held.get(f"{name}.sinks")) is not None:
+                module.register_parameter("sinks", copy_shard(module.get_parameter("sinks"), part))
+        elif isinstance(module, MoELayer):
+            assert module.experts.exchange is not None, "ranks that share tokens divide experts"
+            module.positions = TokenPositions(cut)
     for head in model.losses():  # some stages of a pipeline have none
         assert isinstance(head, Head)
         if head.weight is not None:
@@ -139,6 +150,9 @@ def replace_modules(
             continue
         if isinstance(old, nn.Embedding):
             new: nn.Module = VocabParallelEmbedding(old, parts(name, old), cut)
+        elif kind == "narrow":
+            assert isinstance(old, nn.Linear), name
+            new = NarrowLinear(old, cut)
         elif name == head:
             new = VocabParallelHead(old, parts(name, old), cut)
         elif kind == "row":
@@ -148,7 +162,8 @@ def replace_modules(
             # Of one head that shares a matrix with the queries, a rank has some channels.
             one_head = cut.peers if name in fused_head else None
             new = ColumnParallelLinear(old, of, cut.kv_peers if kind == "column_kv" else None, one_head)
-            entered.setdefault(name.rpartition(".")[0], []).append(name)
+            if kind != "column_entered":
+                entered.setdefault(name.rpartition(".")[0], []).append(name)
         model.set_submodule(name, new)
     # Several layers of one input share its exchange. One alone enters itself: its module may need the input otherwise.
     for name in sorted(parent if len(inside) > 1 else inside[0] for parent, inside in entered.items()):
@@ -157,14 +172,17 @@ def replace_modules(
 
 def _split_replicated(model: nn.Module, cut: TensorParallelContext, held: Mapping[str, TensorShard]) -> None:
     for name, old in list(model.named_modules()):
-        # Norms of queries and keys see a rank's heads; the others, with `sequence`, its positions.
+        # Norms of queries and keys, or of what these come from, see a rank's heads; the others, with `sequence`, its
+        # positions, as routers always do.
         part = held.get(f"{name}.weight")
         if isinstance(old, RMSNorm) and part is not None:
             sharers = cut.kv_peers if part.copies > 1 else None
             split = SplitRMSNorm(old, copy_shard(old.weight, part), part.shape[0], cut, sharers)
             model.set_submodule(name, split)
-        elif isinstance(old, RMSNorm) and (cut.sequence or name.endswith((".q_norm", ".k_norm"))):
+        elif isinstance(old, RMSNorm) and (cut.sequence or name.endswith(_OF_HEADS)):
             model.set_submodule(name, PartialRMSNorm(old, cut))
+        elif isinstance(old, Router):
+            model.set_submodule(name, PartialRouter(old, cut))
         elif isinstance(old, LayerNorm) and cut.sequence:
             model.set_submodule(name, PartialLayerNorm(old, cut))
         elif isinstance(old, Linear) and cut.sequence and name in ("embed.project", "head.project"):

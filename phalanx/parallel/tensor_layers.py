@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from phalanx.layout.tensor_shards import TensorShard
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.layers import Embedding, LayerNorm, Linear, PositionedEmbedding, RMSNorm
+from phalanx.models.moe import Router
 from phalanx.parallel.tensor_collectives import TensorParallelPeers
 
 
@@ -181,6 +182,36 @@ class PartialLinear(Linear):
     def forward(self, input: Tensor, draws: CounterRNG | None = None, place: Tensor | None = None) -> Tensor:
         """As Linear's."""
         return self.multiply(input, self.cut.partial(self.weight), None)
+
+
+class PartialRouter(Router):
+    """A router of some of the positions; its gradient is summed over the ranks, which route the others."""
+
+    def __init__(self, old: Router, cut: TensorParallelContext) -> None:
+        nn.Module.__init__(self)
+        self.moe, self.cut = old.moe, cut
+        for name, parameter in old._parameters.items():
+            self.register_parameter(name, parameter)
+
+    def forward(self, x: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """As Router's."""
+        bias = None if self.bias is None else self.cut.partial(self.bias)
+        return self.route(x, self.cut.partial(self.weight), bias, correction)
+
+
+class NarrowLinear(Linear):
+    """A linear layer to a narrow vector that each rank holds whole, of which it takes what its heads need. With
+    `sequence` a rank computes its positions."""
+
+    def __init__(self, old: nn.Linear, cut: TensorParallelContext) -> None:
+        super().__init__(old.in_features, old.out_features, bias=False, device="meta")
+        self.train(old.training)
+        self.weight, self.cut = old.weight, cut
+
+    def forward(self, input: Tensor, draws: CounterRNG | None = None, place: Tensor | None = None) -> Tensor:
+        """input (B, S or its part, in) -> (B, S, out)."""
+        weight = self.cut.partial(self.weight) if self.cut.sequence else self.weight
+        return self.cut.enter(self.multiply(input, weight, None))
 
 
 class SplitRMSNorm(RMSNorm):

@@ -142,7 +142,7 @@ def describe_layout(plan: Plan) -> str:
     words += [f"{choice.pipeline} stages{' of two parts' * (choice.virtual > 1)}"] if choice.pipeline > 1 else []
     words += [f"{choice.tensor} slices"] if choice.tensor > 1 else []
     words += [f"rows shared by {choice.context} ranks"] if choice.context > 1 else []
-    words += [f"experts divided over {choice.expert} ranks"] if choice.expert > 1 else []
+    words += [f"experts divided over {choice.expert_ranks} ranks"] if choice.expert > 1 else []
     if plan.copies > 1:
         words.append(f"zero {choice.zero}")
         if choice.shard_degree:

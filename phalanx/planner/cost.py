@@ -233,7 +233,7 @@ class CostModel:
         rings = LayerRings(
             self._ring(first, tensor, 1) if tensor > 1 else None,
             self._ring(first, choice.context, tensor) if choice.context > 1 else None,
-            self._ring(first, choice.expert, tensor) if choice.expert > 1 else None,
+            self._ring(first, choice.expert_ranks, 1) if self.work.experts and choice.expert_ranks > 1 else None,
         )
         key = (
             kind.name, tensor, choice.context, choice.expert, choice.sequence, choice.recompute, choice.attention,
@@ -313,7 +313,7 @@ class CostModel:
         for number, stage in enumerate(stages):
             parameters, *_ = parameters_of(work, choice.tensor, layers[number], *choice.ends(number))
             if choice.expert > 1:  # those of experts pass all but an own part of what each of their copies has
-                stacks = layers[number] * work.expert_parameters
+                stacks = layers[number] * work.expert_parameters / choice.tensor
                 kept = (1.0 - choice.expert / copies) / (1.0 - 1.0 / copies)
                 parameters += stacks * (kept / choice.expert - 1.0)
             first = number * width

@@ -64,9 +64,11 @@ def _count_elements(
 
 def expert_bytes(work: StepWork, choice: LayoutChoice, rows: float) -> tuple[float, float]:
     """Bytes that a rank sends in a layer for `rows` sequences, in the forward and in the backward pass, as a mean over
-    layers: a row to each chosen expert that is elsewhere and one back for it, after how many there are."""
-    elsewhere = 1.0 - 1.0 / choice.expert
-    sent = 2.0 * elsewhere * rows * work.seq_len * work.routed * work.hidden * work.gather_bytes
+    layers: a row to each chosen expert that is elsewhere and one back for it, after how many there are. Tensor ranks
+    send those of their part of the tokens."""
+    elsewhere = 1.0 - 1.0 / choice.expert_ranks
+    tokens = rows * work.seq_len / choice.tensor
+    sent = 2.0 * elsewhere * tokens * work.routed * work.hidden * work.gather_bytes
     return sent + elsewhere * work.router_rows * COUNT_BYTES, sent
 
 
@@ -87,13 +89,15 @@ def find_layer_cost(
     exchange_s = calls_s = 0.0
     if (ring := rings.tensor) is not None:
         moved = rows * work.seq_len * work.hidden * work.width
-        exchange_s = 2.0 * link_cost.all_reduce_s(moved, ring, cluster, constants)
+        # Of attention and the feed-forward part; with `sequence` tokens of experts are a rank's own already.
+        pairs = 1.0 + (work.cut_share if choice.sequence else 1.0)
+        exchange_s = pairs * link_cost.all_reduce_s(moved, ring, cluster, constants)
         # Hosts are late by chance, and a device sees it where its queue has run dry; a CPU has no queue.
-        late_s = 2.0 * link_cost.skew_s(ring, constants)
+        late_s = pairs * link_cost.skew_s(ring, constants)
         if kind.on_host:
             exchange_s += late_s
         else:
-            calls_s = 2.0 * compute_cost.COLLECTIVE_CALLS * constants.launch_s + late_s
+            calls_s = pairs * compute_cost.COLLECTIVE_CALLS * constants.launch_s + late_s
     more_forward = more_backward = 0.0
     if rings.context is not None:
         more_forward, more_backward = _context_s(*at, rings.context, cluster)

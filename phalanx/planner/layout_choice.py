@@ -13,7 +13,7 @@ Recompute = Literal["none", "selective", "full"]
 @dataclass(frozen=True)
 class LayoutChoice:
     """`tensor` ranks share each layer, `pipeline` stages follow one another, and the rest of `devices` are copies, of
-    which `context` neighbours share each row, and `expert` neighbours the experts of each layer.
+    which `context` neighbours share each row, and all tensor ranks of `expert` neighbours the experts of each layer.
 
     `stages` are layers of each stage and `shares` sequences of each row group in a step: of a copy, or of `context`
     copies together; () divides evenly. `micro_batch` is
@@ -51,6 +51,11 @@ class LayoutChoice:
     def lockstep(self) -> bool:
         """Whether all copies run the same number of micro-batches, some empty, since each has collectives."""
         return self.engine == "fsdp" or in_lockstep(self.zero, self.reduce) or self.expert > 1
+
+    @property
+    def expert_ranks(self) -> int:
+        """Devices that divide the experts of a layer."""
+        return self.expert * self.tensor
 
     @property
     def row_devices(self) -> int:

@@ -73,7 +73,7 @@ def parameters_of(
 ) -> tuple[float, float, float, float]:
     """Parameters of a rank of a stage: all, those of a block, of the embedding, and of the head, where it has them. A
     tied head on another stage than the embedding holds the table once more."""
-    block = work.matrix_parameters / tensor + (work.block_parameters - work.matrix_parameters)
+    block = work.cut_parameters / tensor + (work.block_parameters - work.cut_parameters)
     embedding = work.embedding_parameters / tensor if first else 0.0
     head = work.head_parameters / tensor if last else 0.0
     if last and work.tied and not first:
@@ -229,7 +229,7 @@ def estimate_device_memory(
     first, last = choice.ends(stage)
     whole, block, embedding, head = parameters_of(work, choice.tensor, layers, first, last)
     # Experts of other ranks are not held, but as few ranks divide the state of those that are.
-    elsewhere = work.expert_parameters * (1.0 - 1.0 / choice.expert)
+    elsewhere = work.expert_parameters / choice.tensor * (1.0 - 1.0 / choice.expert)
     owned, whole, block = whole * own_share, whole - layers * elsewhere, block - elsewhere
     width = work.width if choice.engine in ("sharded", "fsdp") else 2 if work.width == 2 else 4
     zero = choice.zero if copies > 1 else min(choice.zero, 1)
@@ -303,7 +303,7 @@ def estimate_device_memory(
         edge = rows * work.seq_len * work.hidden * (4 + normalised + work.width + residual)
         parts["logits"] = loss_bytes(work, kind, choice.tensor, rows)
         # Of experts, whose stacks of gates and of what they multiply are one parameter, its gradient.
-        again += work.width * work.expert_parameters / choice.expert * (2.0 / 3.0 if work.gated else 0.5)
+        again += work.width * work.expert_parameters / choice.expert_ranks * (2.0 / 3.0 if work.gated else 0.5)
         again += rows * (gradients_of_block(work, choice) + (min(1, layers - blocks) * kept))  # one comes back
         again = edge + max(0.0, again - edge - parts["logits"])
     parts["activations"] += again

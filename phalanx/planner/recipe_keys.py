@@ -75,6 +75,11 @@ def shape_of(config: Config, folder_spec: ModelSpec | None = None) -> ModelSpec:
     if folder_spec is None and config.model.preset is None and config.model.vocab_size == "auto":
         config = load.update_config(config, {"model.vocab_size": config.data.tokenizer_vocab})
     spec = build_model_spec(_with_adapters(config), folder_spec)
+    if spec.lora is not None and spec.latent is not None:
+        raise ConfigError(
+            "a plan does not know adapters of latent attention, which the model has; remove model.lora, or "
+            "`phalanx train --dry-run` for its memory"
+        )
     if spec.lora is not None and set(EXPERT_TARGETS) & set(spec.lora.targets):
         raise ConfigError(
             "a plan does not know adapters of experts, which model.lora.targets names; set model.lora.targets to some "

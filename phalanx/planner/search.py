@@ -134,8 +134,8 @@ class _Search:
             for expert in self.space.experts:
                 tried = replace(degrees, context=context, expert=expert)
                 cuts = any(group.nodes * group.per_node % tried.row_devices for group in self.cluster.groups)
-                if context > 1 and cuts and not self.unlike.uniform:
-                    continue  # heterogeneous devices would take rows together
+                if (context > 1 and cuts and not self.unlike.uniform) or tried.expert_ranks > self.work.experts > 0:
+                    continue  # heterogeneous devices would take rows together, or some have no expert
                 for devices in self.device_counts(tried):
                     self.layouts(tried, devices)
             more_rows = self.work.global_batch * degrees.tensor * degrees.pipeline * context
@@ -186,7 +186,8 @@ class _Search:
     def layouts(self, degrees: LayoutChoice, devices: int) -> None:
         """Try all other choices, for so many devices."""
         tensor, pipeline = degrees.tensor, degrees.pipeline
-        copies, pins, divided = devices // degrees.group_devices, self.space.pins, degrees.context * degrees.expert > 1
+        copies, pins = devices // degrees.group_devices, self.space.pins
+        divided = degrees.context * degrees.expert > 1 or (tensor > 1 and self.work.experts > 0)
         # Stages of heterogeneous devices have different numbers of layers, which interleaved ones cannot have.
         twice = pipeline > 1 and 2 * pipeline <= self.work.layers and self.unlike.uniform and "stages" not in pins
         for virtual in self.candidate_values("virtual", (1, 2) if twice else (1,)):

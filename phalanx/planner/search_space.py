@@ -29,7 +29,7 @@ def list_degrees(work: StepWork, cluster: ClusterSpec, asked: int = 0) -> Iterat
     more stages than layers. Of more than FEW_STAGES, powers of two and three times such, as many as there are layers,
     and the number that is `asked` for: the same for all clusters, as more devices are never to be a loss."""
     for tensor in range(1, max(group.per_node for group in cluster.groups) + 1):
-        divides = work.heads % tensor == 0 and work.ffn % tensor == 0 and (tensor == 1 or not work.router_rows)
+        divides = work.heads % tensor == 0 and (work.ffn % tensor == 0 or tensor <= work.experts)
         heads = work.kv_heads % tensor == 0 or tensor % work.kv_heads == 0
         if divides and heads and any(group.per_node % tensor == 0 for group in cluster.groups):
             for pipeline in range(1, min(work.layers, cluster.devices // tensor) + 1):

@@ -47,7 +47,7 @@ def _layout(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     shape = [copies, *([f"{pipeline} stages"] if pipeline > 1 else []), *([f"{tensor} slices"] if tensor > 1 else [])]
     context, expert = keys.get("parallel.context", 1), keys.get("parallel.expert", 1)  # older plans
     divided = [f"rows shared by {context}"] if context > 1 else []
-    divided += [f"experts divided over {expert}"] if expert > 1 else []
+    divided += [f"experts divided over {expert * tensor}"] if expert > 1 else []
     rows = [
         (
             "layout",

@@ -25,8 +25,10 @@ class VisiblePositions:
 class ExpertWidths:
     """Of a mixture of experts, as means over the layers: `idle_ffn`, the width of the experts that a token does not go
     through, `router_rows`, `expert_ffn` of all experts that are chosen among, and the `routed` rows of a token. A layer
-    has `experts` of them (0: no mixture)."""
+    has `experts` of them (0: no mixture). `cut_share` of the layers have a feed-forward part that tensor ranks cut,
+    shared or instead of experts."""
 
+    cut_share: float = 1.0
     idle_ffn: int = 0
     router_rows: int = 0
     expert_ffn: int = 0
@@ -43,7 +45,8 @@ class DecoderShape(VisiblePositions, ExpertWidths):
     as in GPT-2; "qkv": the matrices of queries, keys and values alone add one, as in Qwen2. `qk_norm`: each head's
     queries and keys are normalised. With `lora` its adapters alone are trained.
     `ffn` is the width of the feed-forward part that a token goes through, as a mean over the layers.
-    `attention`: parameters of attention's matrices that are not those of heads (0: they are).
+    `attention`: parameters of attention's matrices that are not those of heads (0: they are), of which `narrow` lead to
+    what all heads take.
     """
 
     layers: int
@@ -62,6 +65,7 @@ class DecoderShape(VisiblePositions, ExpertWidths):
     head_dim: int = 0  # 0: hidden / heads
     lora: LoraSpec | None = None
     attention: int = 0
+    narrow: int = 0
 
     @cached_property
     def head_channels(self) -> int:
@@ -100,6 +104,12 @@ class DecoderShape(VisiblePositions, ExpertWidths):
         return (3 if self.gated else 2) * self.hidden * self.expert_ffn
 
     @cached_property
+    def cut_parameters(self) -> int:
+        """Parameters of a block that tensor ranks divide: of its matrices but the router and `narrow` ones, and whole
+        experts."""
+        return self.matrix_parameters + self.idle_parameters - self.hidden * self.router_rows - self.narrow
+
+    @cached_property
     def block_parameters(self) -> int:
         """Parameters of a block: its matrices, all experts among them, its two norms, its adapters, and biases where
         there are any."""
@@ -133,11 +143,17 @@ class DecoderShape(VisiblePositions, ExpertWidths):
 
 
 def find_head_widths(spec: ModelSpec) -> dict[str, Any]:
-    """`head_dim` and `attention` of a DecoderShape."""
+    """`head_dim`, `attention` and `narrow` of a DecoderShape."""
     if spec.latent is None:
         return {"head_dim": spec.head_dim}
-    of_attention = spec.latent.shapes(spec.hidden, spec.heads, spec.head_dim).values()
-    return {"head_dim": spec.latent.mean_width(spec.head_dim), "attention": sum(map(math.prod, of_attention))}
+    sizes = {
+        name: math.prod(shape) for name, shape in spec.latent.shapes(spec.hidden, spec.heads, spec.head_dim).items()
+    }
+    return {
+        "head_dim": spec.latent.mean_width(spec.head_dim),
+        "attention": sum(sizes.values()),
+        "narrow": sum(size for name, size in sizes.items() if "_down" in name),
+    }
 
 
 def find_ffn_widths(layers: int, intermediate: int, moe: MoESpec | None) -> dict[str, Any]:
@@ -153,6 +169,7 @@ def find_ffn_widths(layers: int, intermediate: int, moe: MoESpec | None) -> dict
         "expert_ffn": round(routed * moe.experts * moe.intermediate),
         "routed": routed * moe.experts_per_token,
         "experts": moe.experts,
+        "cut_share": 1.0 if moe.shared else 1.0 - routed,
     }
 
 

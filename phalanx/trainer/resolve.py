@@ -24,7 +24,7 @@ from phalanx.autotune.probe_model import shorten_rows
 from phalanx.autotune.rank_speeds import read_hardware_file
 from phalanx.config.load import build_config, to_yaml, update_config
 from phalanx.config.model_spec import LABELLED, build_model_spec, decide_experts
-from phalanx.config.resolve import NOT_COMPILED_ON_CPU, decide_decay_steps
+from phalanx.config.resolve import NOT_COMPILED_ON_CPU, decide_decay_steps, find_compile_obstacle
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError, DataError
 from phalanx.core.faults import Fault
@@ -78,19 +78,21 @@ def resolve_with_files(
     """
     wanted = build_config(yaml.safe_load(recipe), "the configuration")
     load_callback_class(wanted)  # to find errors in it before anything is measured
+    if wanted.task.kind != "custom":
+        return _resolve_model(wanted, devices, world, local_world, progress)
     compiled = resolve_compile(wanted, devices)
     wanted = update_config(wanted, {key: value for key, value, _ in compiled})
-    if wanted.task.kind == "custom":
-        answer = _resolve_custom(wanted, devices, world, local_world)
-    else:
-        answer = _resolve_model(wanted, devices, world, local_world, progress)
+    answer = _resolve_custom(wanted, devices, world, local_world)
     return answer | {"chosen": compiled + answer["chosen"]}
 
 
-def resolve_compile(config: Config, devices: Sequence[str]) -> Chosen:
-    """Resolve `train.compile` = auto: blocks are compiled on accelerators, if a trial on each of `devices` succeeds."""
+def resolve_compile(config: Config, devices: Sequence[str], experts: bool = False) -> Chosen:
+    """Resolve `train.compile` = auto: blocks are compiled on accelerators, if a trial on each of `devices` succeeds.
+    `experts`: the model has some."""
     if config.train.compile != "auto":
         return []
+    if why := find_compile_obstacle(config, experts):
+        return [("train.compile", False, why)]
     if any(torch.device(device).type == "cpu" for device in devices):
         return [("train.compile", False, NOT_COMPILED_ON_CPU)]
     for device in devices:
@@ -117,6 +119,9 @@ def _resolve_model(
         weights.check(hf_spec)
         stored = shapes_of(code, hf_spec).keys() - set(weights.missing_parameters(hf_spec))
         known_weights = fingerprint_weights(weights.read, {name: weights.shape(name) for name in sorted(stored)})
+    compiled = resolve_compile(config, devices, hf_spec is not None and hf_spec.moe is not None)
+    chosen += compiled
+    config = update_config(config, {key: value for key, value, _ in compiled})
     if config.data.tokenizer == "auto":
         chosen.append(("data.tokenizer", *default_tokenizer(config.model.from_hf)))
         config = update_config(config, {chosen[-1][0]: chosen[-1][1]})

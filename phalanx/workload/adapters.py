@@ -12,11 +12,11 @@ from torch import nn
 
 from phalanx.core.errors import ConfigError, RunError
 from phalanx.core.run_paths import BASE_WEIGHTS, RunPaths
-from phalanx.layout.model_shape import ModelSpec
+from phalanx.layout.model_shape import ADAPTED_MODULES, ModelSpec
 from phalanx.models.families.catalog import block_options
 from phalanx.models.hf_layout import find_adapter_places
 from phalanx.models.hf_weights import Weights
-from phalanx.models.lora import MODULES, adapter_names, fingerprint_weights, merge_adapter
+from phalanx.models.lora import adapter_names, fingerprint_weights, merge_adapter
 from phalanx.models.model import Architecture
 from phalanx.models.peft import Adapter
 from phalanx.models.user_model import build_on_meta, hf_name, shapes_of
@@ -65,17 +65,17 @@ def resolve_adapter_options(config: "Config", spec: ModelSpec, code: type[Archit
 
 
 def _targets_of(spec: ModelSpec, code: type[Architecture]) -> list[str]:
-    """Which of LORA_TARGETS every block of a model has."""
+    """Which of ADAPTED_MODULES every block of a model has."""
     modules = dict(build_on_meta(spec, code).named_modules())
     found = [
         target
-        for target, path in MODULES.items()
+        for target, path in ADAPTED_MODULES.items()
         if all(isinstance(modules.get(f"layers.{index}.{path}"), nn.Linear) for index in range(spec.layers))
     ]
     if not found:
         raise ConfigError(
-            f"the blocks of model.code have no linear layer by any of the names {', '.join(MODULES.values())}, so no "
-            "adapter could be added; use one of these names, or remove model.lora"
+            f"the blocks of model.code have no linear layer by any of the names {', '.join(ADAPTED_MODULES.values())}, "
+            "so no adapter could be added; use one of these names, or remove model.lora"
         )
     return found
 

@@ -24,11 +24,15 @@ def test_experts_wait_for_what_other_ranks_send(delay_ms: float, collectives: bo
     assert_divided(everyones, torch.float32, 1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "zero"), some([(2, 3), (4, 1)], 0))
-def test_divided_experts_train_as_one_cpu_rank_does(ranks: int, zero: int, tokens: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "zero", "tensor"), some([(2, 3, 1), (4, 1, 1), (4, 2, 2), (2, 1, 2)], 0, 2))
+def test_divided_experts_train_as_one_cpu_rank_does(
+    ranks: int, zero: int, tensor: int, tokens: Path, tmp_path: Path
+) -> None:
     model: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 44, "vocab_size": 61}
     model |= {"architecture": "mixtral", "moe": {"experts": 5, "experts_per_token": 2, "balance": "sequence"}}
     changes = SHARDED | {"model": model, "train__micro_batch": 1}
-    more = {"parallel__expert": 2, "balance__experts": [4, 1], "parallel__zero": zero}
+    experts = [4, 1] if tensor == 1 or ranks == 2 else [2, 1, 0, 2]
+    more = {"parallel__expert": len(experts) // tensor, "balance__experts": experts, "parallel__zero": zero}
+    more["parallel__tensor"] = tensor
     found = on_device(ranks, tmp_path / "run", tokens, {"order": "threads", "delay_ms": 2, "seed": 1}, **changes | more)
     assert_near(found, on_cpu(1, tmp_path / "cpu", tokens, **changes | {"parallel__engine": "single"}), 3e-7)

@@ -20,15 +20,18 @@ from phalanx.engine.interface import Engine
 from phalanx.engine.sharded import ShardedEngine
 from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.engine.single import SingleEngine
+from phalanx.layout.balance import split_evenly
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.layout.tensor_shards import TensorShard, count_copies, whole_shapes
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.layers import IGNORE_INDEX
 from phalanx.models.llama import Llama
+from phalanx.models.user_model import load_family_class
 from phalanx.optim import gradients
 from phalanx.optim.update import Shard
 from phalanx.parallel import activations
+from phalanx.parallel.experts import ExpertParallel, apply_expert_parallel
 from phalanx.parallel.init_weights import make_random_fill, materialize
 from phalanx.parallel.model_part import fill_by_rows, make_shard_reader, to_whole_pieces
 from phalanx.parallel.offload import offload
@@ -161,12 +164,14 @@ def driven(
 ) -> Driven:
     """A drawn model under the sharded engine, or that of one rank where `zero` is 0."""
     with torch.device("meta"):
-        model = Llama(spec)
-    held = (
-        apply_tensor_parallel(model, make_tensor_context(mesh, spec.kv_heads, sequence))
-        if mesh.tensor is not None
-        else {}
-    )
+        model = load_family_class(spec.architecture)(spec)
+    assert isinstance(model, Llama)
+    held: dict[str, TensorShard] = {}
+    if mesh.tensor is not None and spec.moe is not None:
+        counts = split_evenly(spec.moe.experts, mesh.tensor.size)
+        held = apply_expert_parallel(model, ExpertParallel(mesh.tensor, mesh.traffic, counts))
+    if mesh.tensor is not None:
+        held |= apply_tensor_parallel(model, make_tensor_context(mesh, spec.kv_heads, sequence))
     if memory != "none":
         activations.recompute(model.blocks(), selective=memory == "selective")
     if memory == "offload":

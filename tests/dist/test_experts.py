@@ -23,7 +23,7 @@ from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import StepWork, find_ffn_widths
 from phalanx.workload.build import build_components
 from tests.dist.test_in_memory_checkpoints import MOMENTS, killed, resumed, shared
-from tests.helpers import run_ranks
+from tests.helpers import run_ranks, some
 from tests.numerics.runs import Outcome, distance, farthest, job, on_one_thread, walk
 from tests.numerics.test_moe import BASE, EXPERTS, keys_of, loads
 from tests.unit.test_moe import SPEC
@@ -152,13 +152,23 @@ def assert_close(found: Outcome, quiet: Outcome) -> None:
         assert distance(found.state, quiet.state, kind) < 1e-9
 
 
-def test_a_killed_run_goes_on_from_memory(tokens: Path, tmp_path: Path, shared: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    some([
+        (2, {"parallel.expert": 2, "balance.experts": [3, 2]}),
+        (2, {"parallel.tensor": 2, "balance.experts": [1, 4]}),
+        (4, {"parallel.expert": 2, "parallel.tensor": 2, "parallel.zero": 3}),
+    ], 0, 1),
+)  # fmt: skip
+def test_a_killed_run_goes_on_from_memory(
+    ranks: int, more: dict[str, Any], tokens: Path, tmp_path: Path, shared: Path
+) -> None:
     """Corrections are state as weights are."""
     keys = keys_of("bias") | {"train__steps": 4, "optim__decay_steps": 6}
     quiet = walk(1, tmp_path / "quiet", tokens, **keys)
     dotted = {key.replace("__", "."): value for key, value in keys.items()}
-    changes = dotted | {"parallel.expert": 2, "balance.experts": [3, 2], "train.eval_sequences": 11}
-    found = killed(2, tmp_path / "run", tokens, shared, [(MOMENTS[2], 2, 1), (MOMENTS[3], 3, 0)], **changes)
+    changes = dotted | more | {"train.eval_sequences": 11}
+    found = killed(ranks, tmp_path / "run", tokens, shared, [(MOMENTS[2], 2, 1), (MOMENTS[3], 3, 0)], **changes)
     assert_close(found, quiet)
     assert loads(tmp_path / "run") == loads(tmp_path / "quiet") is not None
     assert all(memory for _, memory in resumed(tmp_path / "run")), resumed(tmp_path / "run")
@@ -167,7 +177,7 @@ def test_a_killed_run_goes_on_from_memory(tokens: Path, tmp_path: Path, shared: 
 def test_any_ranks_read_what_others_have_saved(quiet: Outcome, tokens: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for steps, ranks, more in (
-        (1, 2, {"parallel__expert": 2, "balance__experts": [4, 1]}),
+        (1, 4, {"parallel__expert": 2, "parallel__tensor": 2, "balance__experts": [2, 0, 1, 2]}),
         (2, 1, {}),
         (3, 3, {"parallel__expert": 3, "balance__experts": [0, 2, 3], "parallel__zero": 3}),
         (4, 2, {"parallel__zero": 2}),
@@ -185,23 +195,33 @@ def count_bytes(placement: Placement, data: str, run: str, more: dict[str, Any])
     described = job(run, data, changes, placement.world)
     config = described.config
     with join(on_one_thread(placement), 60, axes=config.parallel.axes) as mesh:
+        copy_ = mesh.data.rank
         parts = build_components(config, described.spec, mesh, described.train_tokens, {})
         assert isinstance(parts.engine, ShardedEngine)
         layout = find_state_layout(config, mesh.device, mesh.world)
         held = count_sharded_items(parts.engine.buckets, parts.engine._places, layout, accumulates=True)
-        said = state_items(parts.model, None, layout, mesh.rank)
+        said = state_items(parts.model, None, layout, copy_)
         whole = state_bytes(config, parts.workload, mesh.device, mesh.world, rank=mesh.rank)
         stack = parts.model.get_parameter("layers.0.mlp.experts.down").numel()
-        with_head = state_items(parts.model, described.spec, layout, mesh.rank)
+        with_head = state_items(parts.model, described.spec, layout, copy_)
         parts.close()
         return [held, {name: said[name] for name in held}, whole - sum(with_head.values()), stack]
 
 
-def test_ranks_hold_what_the_model_of_bytes_says(tokens: Path, tmp_path: Path) -> None:
-    more = {"parallel.expert": 2, "balance.experts": [4, 1], "balance.optimizer_state": [0, 3, 1, 1]}
+@pytest.mark.parametrize(
+    ("more", "experts"),
+    [
+        ({"balance.experts": [4, 1], "balance.optimizer_state": [0, 3, 1, 1]}, [4, 1, 4, 1]),
+        ({"balance.experts": [2, 0, 1, 2], "balance.optimizer_state": [1, 3], "parallel.tensor": 2}, [2, 0, 1, 2]),
+    ],
+)
+def test_ranks_hold_what_the_model_of_bytes_says(
+    more: dict[str, Any], experts: list[int], tokens: Path, tmp_path: Path
+) -> None:
+    more |= {"parallel.expert": 2}
     found = run_ranks(count_bytes, 4, 60, data=str(tokens), run=str(tmp_path / "run"), more=more)
     stacks = [stack for *_, stack in found]
-    assert stacks == [4 * stacks[1], stacks[1], 4 * stacks[1], stacks[1]] and stacks[1]
+    assert stacks == [count * stacks[0] // experts[0] for count in experts] and stacks[0]
     for held, said, apart, _ in found:
         assert apart == 0
         for name, size in held.items():

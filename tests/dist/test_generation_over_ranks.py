@@ -23,7 +23,8 @@ PROMPTS = ("document", "hello hello says")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two layers, with a file of prompts."""
     folder = write_place(tmp_path_factory.mktemp("writing"))
-    changes = ("model.layers=2", "model.hidden=32", "model.init_std=0.3", "model.max_seq_len=64", "train.eval_every=0")
+    changes = ["model.layers=2", "model.hidden=32", "model.init_std=0.3", "model.max_seq_len=64", "train.eval_every=0"]
+    changes += ["model.architecture=mixtral", "model.moe.experts=3", "model.moe.experts_per_token=2"]
     code, out, err = phalanx(folder, "train", "recipe.yaml", "--run-dir", "run", *changes)
     assert code == 0, (out, err)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))

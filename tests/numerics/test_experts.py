@@ -2,6 +2,7 @@
 with the same choices."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
+from phalanx.layout.model_shape import LATENT_TARGETS, LatentSpec, ModelSpec, MoESpec
 from phalanx.models.hf_export import export
 from phalanx.models.model import draw_init_slice
 from phalanx.models.moe import moe_init_rule
@@ -33,6 +35,10 @@ DIVISIONS: dict[str, tuple[int, list[int] | None, dict[str, Any]]] = {
     "four, one without": (4, None, {
         "parallel__expert": 4, "balance__experts": [3, 0, 1, 1], "train__micro_batch": 2, "parallel__zero": 3,
     }),
+    "two slices of two copies": (4, [5, 3], {
+        "parallel__expert": 2, "parallel__tensor": 2, "balance__experts": [2, 0, 1, 2], "train__micro_batch": 2,
+        "parallel__zero": 2,
+    }),
 }  # fmt: skip
 MORE: dict[str, tuple[int, list[int] | None, dict[str, Any]]] = {
     "two copies, zero 3": (4, [3, 1, 0, 4], {
@@ -51,6 +57,27 @@ MORE: dict[str, tuple[int, list[int] | None, dict[str, Any]]] = {
         "parallel__expert": 2, "balance__experts": [4, 1], "parallel__pipeline": 2, "train__micro_batch": 2,
         "memory__activations": "full",
     }),
+    "two slices": (2, None, {
+        "parallel__tensor": 2, "parallel__sequence_parallel": False, "train__micro_batch": 3,
+        "memory__activations": "full",
+    }),
+    "two slices of each of two copies": (4, [6, 2], {
+        "parallel__tensor": 2, "train__micro_batch": 2, "parallel__zero": 3, "memory__activations": "selective",
+    }),
+    "four slices": (4, None, {"parallel__tensor": 4, "balance__experts": [0, 3, 1, 1], "train__micro_batch": 4}),
+    "two slices of two copies, whole activations": (4, [1, 7], {
+        "parallel__expert": 2, "parallel__tensor": 2, "parallel__sequence_parallel": False, "train__micro_batch": 3,
+        "memory__activations": "offload", "memory__offload_prefetch_blocks": 1,
+    }),
+    "two slices of two groups of copies": (8, [1, 3, 0, 4], {
+        "parallel__expert": 2, "parallel__tensor": 2, "train__micro_batch": 2, "parallel__zero": 3,
+        "balance__optimizer_state": [0, 3, 1, 2],
+    }),
+    "two slices of two stages of two copies": (8, [5, 3], {
+        "parallel__expert": 2, "parallel__tensor": 2, "parallel__pipeline": 2, "train__micro_batch": 2,
+        "memory__activations": "full",
+    }),
+    "two slices, compiled": (2, None, {"parallel__tensor": 2, "train__compile": True, "train__micro_batch": 4}),
     "compiled": (2, [5, 3], {
         "parallel__expert": 2, "train__micro_batch": 2, "train__compile": True, "memory__activations": "full",
     }),
@@ -83,12 +110,14 @@ def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return walk_alone
 
 
-@pytest.mark.parametrize("balance", [*BALANCES, "bias"] if ALL else ["step_before"])
-@pytest.mark.parametrize("name", [*DIVISIONS, *(MORE if ALL else [])])
+FEW = zip(DIVISIONS, ("step_before", "group", "step_before", "sequence"), strict=True)
+
+
+@pytest.mark.parametrize(("name", "balance"), itertools.product(DIVISIONS | MORE, [*BALANCES, "bias"]) if ALL else FEW)
 def test_any_division_of_experts_walks_one_curve(
     name: str, balance: str, tokens: Path, tmp_path: Path, alone: Callable[[str], tuple[Outcome, list[Any]]]
 ) -> None:
-    if (name, balance) == ("two stages", "step"):
+    if "stages" in name and balance in ("step", "group"):
         pytest.skip("refused")
     whole, counted = alone(balance)
     ranks, shares, more = (DIVISIONS | MORE)[name]
@@ -101,35 +130,50 @@ def test_any_division_of_experts_walks_one_curve(
 
 
 @pytest.mark.skipif(not ALL, reason="PHALANX_TEST_ALL is not set")
-@pytest.mark.parametrize("more", [{"parallel__zero": 3}, {"parallel__pipeline": 2, "train__micro_batch": 2}])
+@pytest.mark.parametrize(
+    "more", [{"parallel__zero": 3}, {"parallel__pipeline": 2, "train__micro_batch": 2}, {"parallel__tensor": 2}]
+)
 def test_experts_and_positions_are_divided_together(more: dict[str, Any], tokens: Path, tmp_path: Path) -> None:
     given = BASE | {"model__moe": EXPERTS | {"balance": "step_before"}}
     parts = {"parallel__context": 2, "parallel__context_by": "ring", "balance__context": [3, 1]}
     one = walk(1, tmp_path / "one", tokens, **given)
-    experts = {"parallel__expert": 2, "balance__experts": [1, 4], "train__micro_batch": 4}
-    many = walk(4 * more.get("parallel__pipeline", 1), tmp_path / "many", tokens, **given | parts | experts | more)
+    slices = more.get("parallel__tensor", 1)
+    experts = {"parallel__expert": 2, "balance__experts": [1] * slices + [4] * slices, "train__micro_batch": 4}
+    many = walk(
+        4 * more.get("parallel__pipeline", 1) * slices, tmp_path / "many", tokens, **given | parts | experts | more
+    )
     assert_same(many, one)
 
 
 OF_EXPERTS = {"rank": 3, "alpha": 9, "targets": ["q", "experts.gate_up", "experts.down"]}
 
 
+OF_LATENT = {"rank": 3, "alpha": 9, "dropout": 0.1, "targets": ["o", *LATENT_TARGETS]}
+LATENT_SPEC = replace(
+    SPEC, architecture="deepseek_v3", kv_heads=4,
+    latent=LatentSpec(query_rank=10, key_rank=12, plain_dim=4, value_dim=6),
+    moe=MoESpec(experts=5, experts_per_token=2, intermediate=24, scores="sigmoid", shared=1, balance="none"),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "lora", [None, {"rank": 3, "alpha": 9, "targets": ["q", "v"]}, OF_EXPERTS] if ALL else [OF_EXPERTS]
+    ("shape", "lora"),
+    [(SPEC, OF_EXPERTS), (LATENT_SPEC, OF_LATENT)]
+    + ([(SPEC, None), (SPEC, {"rank": 3, "alpha": 9, "targets": ["q", "v"]}), (LATENT_SPEC, None)] if ALL else []),
 )
 def test_experts_of_a_folder_are_read_by_who_holds_them(
-    lora: dict[str, Any] | None, tokens: Path, tmp_path: Path
+    shape: ModelSpec, lora: dict[str, Any] | None, tokens: Path, tmp_path: Path
 ) -> None:
     """All weights are trained, or adapters beside frozen experts, or of these."""
-    spec, mixtral = replace(SPEC, vocab_size=VOCAB, layers=2), load_family_class("mixtral")
-    shapes = {name: tuple(each.shape) for name, each in build_on_meta(spec, mixtral).named_parameters()}
+    spec, family = replace(shape, vocab_size=VOCAB, layers=2), load_family_class(shape.architecture)
+    shapes = {name: tuple(each.shape) for name, each in build_on_meta(spec, family).named_parameters()}
 
     def tensor_of(name: str) -> Tensor:
         rule, count = moe_init_rule(name, spec), math.prod(shapes[name])
         values = draw_init_slice(rule, 1, name, 0, count, torch.device("cpu"), torch.float64)
         return values * (1.0 if "norm" in name else 4.0)
 
-    export(tmp_path / "hf", spec, tensor_of, torch.float64, model_class=mixtral)
+    export(tmp_path / "hf", spec, tensor_of, torch.float64, model_class=family)
     given: dict[str, Any] = {"model": {"from_hf": str(tmp_path / "hf"), "lora": lora}, "optim__lr": 3e-2}
     given |= {"train__steps": 3, "optim__decay_steps": 3}
     one = walk(1, tmp_path / "one", tokens, **given)
@@ -139,3 +183,4 @@ def test_experts_of_a_folder_are_read_by_who_holds_them(
         assert farthest(many.losses, one.losses) < 1e-9
         assert distance(many.state, one.state, "param") < 1e-9
         assert any(".experts.down_adapter." in name for name in one.state) == (lora == OF_EXPERTS)
+        assert any(".kv_up.lora_b" in name for name in one.state) == (lora == OF_LATENT)

@@ -44,7 +44,6 @@ def config_of(changes: dict[str, Any], **model: Any) -> Any:
         ({"parallel.engine": "fsdp2"}, "parallel.engine fsdp2 cannot be combined with parallel.expert 2"),
         ({"parallel.shard_degree": 2}, "parallel.shard_degree 2 cannot be combined"),
         ({"parallel.pipeline": 2, "parallel.schedule": "zero_bubble"}, "parallel.schedule zero_bubble cannot be"),
-        ({"parallel.tensor": 2}, "parallel.tensor 2 cannot be combined"),
         ({"train.compile": True, "memory.activations": "selective"}, "train.compile true with memory.activations sel"),
         ({"train.fp8": "block"}, "train.fp8 block cannot be combined"),
         ({"comm.compress": "bf16"}, "comm.compress bf16 cannot be combined"),
@@ -62,6 +61,37 @@ def test_a_model_needs_experts_for_all_ranks() -> None:
         read_model_shape(config_of({"parallel.expert": 2}, architecture="llama", moe={}))
     with pytest.raises(ConfigError, match=r"parallel.expert 6 is more than the model's 5 experts"):
         read_model_shape(config_of({"parallel.expert": 6}))
+    with pytest.raises(ConfigError, match=r"parallel.expert 3 x parallel.tensor 2 are more than the model's 5 experts"):
+        read_model_shape(config_of({"parallel.expert": 3, "parallel.tensor": 2}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"balance.experts": [1, 2]}, "balance.experts has 2 numbers, but parallel.expert is 2 and parallel.tensor 2"),
+        ({"train.fp8": "block", "parallel.expert": 1}, "train.fp8 block does not multiply experts that"),
+        (
+            {"parallel.expert": 1, "train.compile": True, "memory.activations": "selective"},
+            "selective cannot be combined with experts that parallel.tensor 2 divides",
+        ),
+    ],
+)
+def test_experts_that_tensor_ranks_divide_have_limits(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config_of({"parallel.expert": 2, "parallel.tensor": 2} | changes)
+
+
+def test_widths_that_tensor_ranks_cut_divide() -> None:
+    latent: dict[str, Any] = {"architecture": "deepseek_v3", "latent": [0, 12, 4, 6], "kv_heads": 4}
+    moe: dict[str, Any] = {"experts": 5, "experts_per_token": 2, "intermediate": 45}
+    config_of({"parallel.tensor": 2}, moe=moe, intermediate=45)  # experts are not cut
+    for more in ({"shared": 1}, {"dense_layers": [0]}):
+        with pytest.raises(
+            ConfigError, match=r"parallel.tensor=2 does not divide model\.(moe.shared x|intermediate=45)"
+        ):
+            config_of({"parallel.tensor": 2}, **latent, moe=moe | more, intermediate=45)
+    with pytest.raises(ConfigError, match=r"balance.experts has no effect on a model without experts"):
+        config_of({"parallel.tensor": 2, "balance.experts": [1, 2]}, architecture="llama", moe={})
 
 
 def test_ranks_must_form_groups() -> None:
@@ -69,8 +99,10 @@ def test_ranks_must_form_groups() -> None:
     with pytest.raises(ConfigError, match=r"3 ranks cannot form groups of 2 ranks that hold all experts together"):
         resolve_autos(asked, device="cpu", world=3)
     selective = config_of({"parallel.expert": 2, "memory.activations": "selective"})
-    assert [resolve_autos(each, device="cuda", world=4)[0].train.compile for each in (asked, selective)] == [
+    cut = config_of({"parallel.tensor": 2, "memory.activations": "selective"})
+    assert [resolve_autos(each, device="cuda", world=4)[0].train.compile for each in (asked, selective, cut)] == [
         "auto",
+        False,
         False,
     ]
     axes = MeshAxes(expert=2)
@@ -78,6 +110,10 @@ def test_ranks_must_form_groups() -> None:
         [(0, 1), (2, 3)],
         [(0, 2), (1, 3)],
     )
+    both = MeshAxes(expert=2, tensor=2)
+    assert list(both.groups("expert", 8)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert list(both.groups("expert_copies", 8)) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert [both.expert_place(both.coordinates(rank, 8)) for rank in range(8)] == [0, 1, 2, 3] * 2
     # After a loss a run goes on with whole groups.
     rows = config_of({"parallel.context": 2}, architecture="llama", moe={})
     assert make_policy(asked, 2).group == make_policy(rows, 2).group == 2
@@ -92,6 +128,8 @@ def test_faster_ranks_hold_more_experts() -> None:
     assert find_expert_counts(config_of({"parallel.expert": 2, "balance.experts": "even"}), spec, speeds) == (3, 2)
     assert find_expert_counts(config_of({"parallel.expert": 2, "balance.experts": [0, 7]}), spec, speeds) == (0, 5)
     assert find_expert_counts(config_of({}), spec, speeds) == ()
+    both = config_of({"parallel.expert": 2, "parallel.tensor": 2})  # ranks of a copy are alike
+    assert find_expert_counts(both, spec, [Speed(1.0), Speed(4.0)]) == (2, 2, 1, 0)
 
 
 def test_a_footprint_has_the_experts_of_its_rank() -> None:

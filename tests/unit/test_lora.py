@@ -16,7 +16,7 @@ from phalanx.config.model import LoraSection
 from phalanx.config.model_spec import build_model_spec
 from phalanx.core.errors import ConfigError
 from phalanx.engine.interface import Precision
-from phalanx.layout.model_shape import LORA_TARGETS, LoraSpec, ModelSpec
+from phalanx.layout.model_shape import LATENT_TARGETS, LORA_TARGETS, LoraSpec, ModelSpec
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.families.catalog import PRESETS, adapter_count, flops_per_token, parameter_count, parameter_shapes
 from phalanx.models.layers import cross_entropy_sum
@@ -334,6 +334,8 @@ def test_a_recipe_with_adapters() -> None:
         ("gpt2", ["q", "k", "v", "o", "up", "down"]),
         ("falcon-7b", ["q", "k", "v", "o", "up", "down"]),
         ("mixtral-8x7b", ["q", "k", "v", "o"]),
+        ("deepseek-v3", ["o", *LATENT_TARGETS]),
+        ("moonlight-16b-a3b", ["q", "o", "kv_down", "kv_up"]),
         ("llama-3-8b", list(LORA_TARGETS)),
     ],
 )
@@ -345,6 +347,7 @@ def test_matrices_that_a_family_lacks_get_no_adapter(preset: str, targets: list[
     spec = build_model_spec(config, PRESETS[preset])
     assert spec.lora is not None
     assert list(spec.lora.targets) == targets
-    small = replace(spec, lora=None, layers=1, vocab_size=61)
+    dense = spec.moe.dense_layers if spec.moe is not None else ()
+    small = replace(spec, lora=None, layers=1 + len(dense), vocab_size=61)
     found = adapters.resolve_adapter_options(config, small, load_family_class(spec.architecture))
     assert found == [("model.lora.targets", targets, "the model's own")]

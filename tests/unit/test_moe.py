@@ -301,7 +301,7 @@ assert LATENT is not None
         (replace(SPEC, latent=LATENT), "model.latent is set, which only deepseek_v3 has"),
         (deepseek(latent=None), "model.latent does not say of which widths"),
         (deepseek(latent=replace(LATENT, value_dim=200)), "gives values 200 channels and queries 192"),
-        (deepseek(lora=LoraSpec(rank=2, alpha=2, targets=("q",))), "adapters of latent attention are not supported"),
+        (deepseek(lora=LoraSpec(rank=2, alpha=2, targets=("up",))), "some of q, o, q_down, q_up, kv_down, kv_up, exp"),
         (deepseek(moe={"dense_layers": (1,)}), "those of a DeepSeek-V3 are its first"),
         (deepseek(moe={"groups": 7}), "does not make 7 groups of two or more"),
         (deepseek(moe={"groups": 32, "groups_per_token": 2}), "more than 2 of 32 groups have"),

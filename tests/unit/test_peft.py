@@ -22,7 +22,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from phalanx.core.errors import ConfigError
 from phalanx.generate.load_model import _merge
-from phalanx.layout.model_shape import EXPERT_TARGETS, LORA_TARGETS, LoraSpec, ModelSpec
+from phalanx.layout.model_shape import EXPERT_TARGETS, LATENT_TARGETS, LORA_TARGETS, LoraSpec, ModelSpec
 from phalanx.models.hf_config import read_config, spec_from_config
 from phalanx.models.hf_layout import find_adapter_places
 from phalanx.models.hf_weights import Weights
@@ -309,6 +309,8 @@ FUSED = {
     "mixtral": ("q", *EXPERT_TARGETS),
     "gpt_oss": EXPERT_TARGETS,
     "olmoe": ("v", "experts.down"),
+    "deepseek_v3": ("o", *LATENT_TARGETS),
+    "deepseek_v3, wide queries": ("q", "kv_up"),
 }
 
 

@@ -26,7 +26,7 @@ from phalanx.planner.memory import (
     loss_bytes,
     parameters_of,
 )
-from phalanx.planner.work import StepWork, find_ffn_widths
+from phalanx.planner.work import StepWork, find_ffn_widths, find_head_widths
 
 # GPT-3's block as Korthikanti et al. 2022 count it: fp16, dropout, scores written.
 GPT = StepWork(
@@ -223,6 +223,8 @@ def test_what_does_not_fit_says_by_how_much() -> None:
         ("llama-2-7b", {"zero": 3, "grad_reduce": "per_step", "context": 4, "context_by": "ring"}, "full", 2, "bf16"),
         ("llama-2-7b", {"zero": 2, "grad_reduce": "per_step", "context": 2, "context_by": "gather"}, "none", 2, "bf16"),
         ("mixtral-8x7b", {"zero": 1, "grad_reduce": "per_step", "expert": 4}, "full", 1, "bf16"),
+        ("mixtral-8x7b", {"expert": 2, "tensor": 2, "sequence_parallel": True}, "full", 1, "bf16"),
+        ("deepseek-v3", {"tensor": 2, "sequence_parallel": True}, "full", 1, "bf16"),
         ("qwen3-30b-a3b", {"zero": 2, "grad_reduce": "per_micro_batch", "expert": 8}, "full", 1, "bf16"),
     ],
 )
@@ -249,7 +251,7 @@ def test_our_own_engine_holds_what_a_dry_run_counts(
     monkeypatch.setattr("phalanx.autotune.dry_run.MODES", (activations,))  # what others would take is not asked
     counted = dry_run(config, 8)
     work = StepWork(
-        layers=4, hidden=spec.hidden, heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim,
+        layers=4, hidden=spec.hidden, heads=spec.heads, kv_heads=spec.kv_heads, **find_head_widths(spec),
         **find_ffn_widths(4, spec.intermediate, spec.moe), qk_norm=spec.architecture.startswith("qwen3"),
         vocabulary=spec.vocab_size, seq_len=1024, global_batch=64, tied=spec.tie_embeddings,
         gather_bytes=4 if dtype == "mixed" else 2, context_by=str(parallel.get("context_by", "auto")),

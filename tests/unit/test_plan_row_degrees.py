@@ -15,7 +15,7 @@ from phalanx.planner import choose_layout, compute_cost, parse_cluster
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.cost import CostModel, estimate_step
-from phalanx.planner.layer_exchanges import LayerRings, find_layer_cost
+from phalanx.planner.layer_exchanges import LayerRings, expert_bytes, find_layer_cost
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.link_cost import RingPlacement
 from phalanx.planner.predict import predict_recipe_step
@@ -75,6 +75,23 @@ def test_what_ranks_that_divide_experts_wait_for() -> None:
     assert found.waits_s == pytest.approx((4 * rows * row_bytes + count_bytes) / 1e9)
 
 
+def test_tensor_ranks_exchange_tokens_that_are_theirs() -> None:
+    """Of two copies on two ranks each, each rank sends those of its half."""
+    bytes_of = {
+        choice: expert_bytes(MIXTURE, choice, 16)
+        for choice in (LayoutChoice(expert=4), LayoutChoice(expert=2, tensor=2))
+    }
+    (_, alone_), (counts, divided) = bytes_of.values()
+    assert divided == alone_ / 2 and counts == divided + 0.75 * 8 * 8
+    rings = LayerRings(tensor=RingPlacement(2, 1, 1, PLAIN))
+    waits = {
+        sequence: find_layer_cost(MIXTURE, PLAIN, LayoutChoice(tensor=2, sequence=sequence), rings, 1, alone(4), FULL)
+        for sequence in (False, True)
+    }
+    # Around attention, and around experts where each rank has all tokens: two passes of each.
+    assert waits[True].exchange_s == pytest.approx(waits[False].exchange_s / 2)
+
+
 def test_state_of_divided_experts_does_not_travel() -> None:
     """Where each expert is on one rank alone, only the rest of the model is reduced and gathered."""
     work = replace(MIXTURE, routed=0.0)  # no tokens, to see the state alone
@@ -112,7 +129,7 @@ def choices(work: StepWork, cluster: ClusterSpec) -> list[LayoutChoice]:
     ):
         tensor, pipeline = degrees
         groups, rest = divmod(cluster.devices, tensor * pipeline * context)
-        refused = rest or groups % expert or (pipeline > 1 and zero > 1) or (expert > 1 and tensor > 1)
+        refused = rest or groups % expert or (pipeline > 1 and zero > 1) or expert * tensor > work.experts > 0
         if refused or not groups or groups > work.global_batch or size > -(-work.global_batch // groups):
             continue
         found.append(
@@ -158,7 +175,7 @@ def test_rows_of_128k_are_shared_where_none_fits_alone() -> None:
 def test_experts_are_divided_where_all_of_them_do_not_fit() -> None:
     cluster = parse_cluster.parse_cluster("4x(8xA100-80GB), 400Gb/s")
     whole, found = (
-        search_layouts(MIXTRAL, cluster, space(MIXTRAL, cluster, pipeline=1, zero=1, **pins))
+        search_layouts(MIXTRAL, cluster, space(MIXTRAL, cluster, tensor=1, pipeline=1, zero=1, **pins))
         for pins in ({"expert": 1}, {})
     )
     assert not whole.plans

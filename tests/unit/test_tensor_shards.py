@@ -20,7 +20,7 @@ from phalanx.layout.tensor_shards import (
     plan_tensor_shards,
     whole_shapes,
 )
-from phalanx.models.families.catalog import PRESETS, find_tensor_problems, parameter_shapes
+from phalanx.models.families.catalog import PRESETS, family_of, find_tensor_problems, parameter_shapes
 from phalanx.models.families.decoder import TENSOR_PLAN
 
 SMALL = ModelSpec(
@@ -81,9 +81,12 @@ def test_fewer_key_heads_than_ranks_are_held_by_neighbours() -> None:
 
 
 def test_the_table_names_modules_of_the_model_and_kinds_that_there_are() -> None:
-    modules = {name.rpartition(".")[0] for name in parameter_shapes(SMALL)}
-    assert {find_cut_kind(module, TENSOR_PLAN) for module in modules} == {*CUT_KINDS, None}
-    assert set(TENSOR_PLAN.values()) == set(CUT_KINDS)
+    kinds: set[str | None] = set()
+    for spec in (SMALL, PRESETS["deepseek-v3"]):
+        plan, modules = family_of(spec).tensor_plan, {name.rpartition(".")[0] for name in parameter_shapes(spec)}
+        kinds |= {find_cut_kind(module, plan) for module in modules}
+        assert set(plan.values()) <= set(CUT_KINDS)
+    assert kinds == {*CUT_KINDS, None}
 
 
 def test_what_divides_has_no_problems() -> None:

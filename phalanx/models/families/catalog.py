@@ -5,9 +5,8 @@ import math
 from dataclasses import replace
 
 from phalanx.layout.model_shape import (
-    ATTENTION_TARGETS,
+    ADAPTED_MODULES,
     LONGROPE,
-    LORA_TARGETS,
     MAX_ELEMENTS,
     MAX_LAYERS,
     ROPE_RULES,
@@ -104,11 +103,12 @@ def parameter_count(spec: ModelSpec, embedding: bool = True, shapes: Shapes | No
 
 
 def find_adapter_targets(spec: ModelSpec) -> tuple[str, ...]:
-    """Those of LORA_TARGETS that are a matrix of every block."""
+    """Those of ADAPTED_MODULES that are a matrix of every block."""
     shapes = parameter_shapes(spec)
-    paths = {name: f"{'attention' if name in ATTENTION_TARGETS else 'mlp'}.{name}.weight" for name in LORA_TARGETS}
     return tuple(
-        name for name, path in paths.items() if all(f"layers.{layer}.{path}" in shapes for layer in range(spec.layers))
+        name
+        for name, module in ADAPTED_MODULES.items()
+        if all(f"layers.{layer}.{module}.weight" in shapes for layer in range(spec.layers))
     )
 
 
@@ -141,8 +141,7 @@ def find_tensor_problems(
     if custom_code:
         return [f"{set_} cuts the built-in families, and model.code is a custom model; set parallel.tensor=1"]
     if not family_of(spec).tensor_plan:
-        kinds = "decoders" if spec.moe is None else "decoders without experts"
-        return [f"{set_} cuts {kinds}, and model.architecture is {spec.architecture}; set parallel.tensor=1"]
+        return [f"{set_} cuts decoders, and model.architecture is {spec.architecture}; set parallel.tensor=1"]
     if spec.lora is not None:
         return [f"{set_} does not cut adapters, which model.lora asks for; set parallel.tensor=1, or train all weights"]
     found = []
@@ -156,10 +155,15 @@ def find_tensor_problems(
             f"{set_} and the {spec.kv_heads} key and value heads of model.kv_heads do not divide one another; set "
             f"parallel.tensor to a divisor or a multiple of {spec.kv_heads}"
         )
-    if spec.intermediate % tensor:
-        found.append(
-            f"{set_} does not divide model.intermediate={spec.intermediate}; set parallel.tensor to a divisor of it"
-        )
+    inner = {"model.intermediate": spec.intermediate}
+    if spec.moe is not None:  # experts are not cut
+        shared = {"model.moe.shared x model.moe.intermediate": spec.moe.shared * spec.moe.intermediate}
+        inner = (inner if spec.moe.dense_layers else {}) | shared
+    found += [
+        f"{set_} does not divide {name}={width}; set parallel.tensor to a divisor of it"
+        for name, width in inner.items()
+        if width % tensor
+    ]
     widths = {
         "model.heads x model.head_dim": spec.heads * spec.head_dim // tensor,
         "model.kv_heads x model.head_dim": spec.kv_heads * spec.head_dim // min(tensor, spec.kv_heads),

@@ -59,6 +59,7 @@ TENSOR_PLAN: dict[str, str] = {
     "mlp.down": "row",
     "head": "vocabulary",
 }
+WHOLE_NORMS = {"attention.q_norm": "column", "attention.k_norm": "column_kv"}  # of all heads together
 # As HuggingFaceMapping.accepted, of all decoders.
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),

@@ -10,7 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.layout.model_shape import LatentSpec, ModelSpec, MoESpec, RopeScaling, Shapes
-from phalanx.models.families.decoder import ACCEPTED, HF_NAMES, decoder_flops, find_misfits, write_decoder
+from phalanx.models.families.decoder import (
+    ACCEPTED,
+    HF_NAMES,
+    TENSOR_PLAN,
+    decoder_flops,
+    find_misfits,
+    write_decoder,
+)
 from phalanx.models.families.family import BlockOptions, TaskChoice, active_shapes, read_count, read_flag, read_number
 from phalanx.models.families.llama import LLAMA
 from phalanx.models.families.moe import (
@@ -70,8 +77,6 @@ def _find_problems(spec: ModelSpec) -> list[str]:
             f"and keys come from {latent.key_rank} numbers, but values have 1 to as many channels as queries, and keys "
             "come from 1 number at least; change it."
         )
-    if spec.lora is not None:
-        found.append("model.lora is set, but adapters of latent attention are not supported; remove it.")
     if moe is None:
         return found
     if moe.dense_layers != tuple(range(len(moe.dense_layers))):
@@ -168,6 +173,10 @@ DEEPSEEK_V3 = replace(
     title="DeepSeek-V3",
     network="phalanx.models.latent_attention:LatentMoEDecoder",
     options=BlockOptions(),
+    tensor_plan=TENSOR_PLAN
+    | {f"attention.{narrow}_down": "narrow" for narrow in ("q", "kv")}
+    | {f"attention.{narrow}_up": "column_entered" for narrow in ("q", "kv")}
+    | {f"mlp.shared.{name}": TENSOR_PLAN[f"mlp.{name}"] for name in ("gate", "up", "down")},
     shapes=_shapes,
     flops=_flops,
     find_problems=_find_problems,

@@ -140,9 +140,9 @@ class ModelFamily:
     """A model family: everything that differs between families; FAMILIES (catalog.py) has one for each.
 
     `network` is "module:class", imported when a model is built. `tasks`: supported values of task.kind, the default
-    first. `tensor_plan`: how the matrix of a module is cut over ranks (layout/tensor_shards.py); empty: no tensor or
-    pipeline parallelism. `flops`: as `catalog.flops_per_token`, from a shape, a length and the shapes of parameters.
-    `start`: defaults of a model without a preset; `complete`: derives fields from a recipe's keys and task.
+    first. `tensor_plan`: how parameters of a module are cut over ranks (layout/tensor_shards.py), experts aside; empty:
+    no tensor or pipeline parallelism. `flops`: as `catalog.flops_per_token`, from a shape, a length and the shapes of
+    parameters. `start`: defaults of a model without a preset; `complete`: derives fields from a recipe's keys and task.
     """
 
     name: str  # in recipes: model.architecture

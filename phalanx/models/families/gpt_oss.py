@@ -15,6 +15,7 @@ from phalanx.layout.model_shape import ModelSpec, MoESpec, RopeScaling, Shapes
 from phalanx.models.families.decoder import (
     ACCEPTED,
     HF_NAMES,
+    TENSOR_PLAN,
     decoder_shapes,
     find_misfits,
     read_decoder,
@@ -124,6 +125,7 @@ GPT_OSS = replace(
     name="gpt_oss",
     title="GPT-OSS",
     options=BlockOptions(qkv_bias=True, o_bias=True, sinks=True, experts="clamped"),
+    tensor_plan=TENSOR_PLAN | {"attention": "column"},  # the sinks of heads
     shapes=_shapes,
     flops=moe_flops,
     find_problems=_find_problems,

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.core.errors import ConfigError
-from phalanx.layout.model_shape import EXPERT_TARGETS, MAX_LAYERS, LoraSpec, ModelSpec, MoESpec, Shapes
+from phalanx.layout.model_shape import EXPERT_TARGETS, LATENT_TARGETS, MAX_LAYERS, LoraSpec, ModelSpec, MoESpec, Shapes
 from phalanx.models.families.decoder import (
     ACCEPTED,
     HF_NAMES,
+    TENSOR_PLAN,
+    WHOLE_NORMS,
     decoder_flops,
     decoder_shapes,
     find_misfits,
@@ -86,25 +88,28 @@ def find_moe_problems(spec: ModelSpec, title: str, grouped: bool = False) -> lis
             f"model.moe.over is model, which pools what a step has counted, and model.moe.balance is {moe.balance}; "
             "set model.moe.balance to step_before or step, or model.moe.over to layer."
         )
-    return found if spec.lora is None else found + _find_adapter_problems(moe, spec.lora)
+    if spec.lora is None:
+        return found
+    attention = "q, k, v, o" if spec.latent is None else ", ".join(("q", "o", *LATENT_TARGETS))
+    return found + _find_adapter_problems(moe, spec.lora, attention)
 
 
-def _find_adapter_problems(moe: MoESpec, lora: LoraSpec) -> list[str]:
+def _find_adapter_problems(moe: MoESpec, lora: LoraSpec, attention: str) -> list[str]:
     found, experts = list[str](), [target for target in lora.targets if target in EXPERT_TARGETS]
     if adapted := {"gate", "up", "down"} & set(lora.targets):
         found.append(
             f"model.lora.targets names {', '.join(sorted(adapted))}, but experts are stacks; set model.lora.targets to "
-            f"some of q, k, v, o, {', '.join(EXPERT_TARGETS)}."
+            f"some of {attention}, {', '.join(EXPERT_TARGETS)}."
         )
     if experts and moe.dense_layers:
         found.append(
             f"model.lora.targets names {', '.join(experts)}, but layers {', '.join(map(str, moe.dense_layers))} have "
-            "no experts, and adapters are the same in all layers; set model.lora.targets to some of q, k, v, o."
+            f"no experts, and adapters are the same in all layers; set model.lora.targets to some of {attention}."
         )
     if experts and lora.dropout:
         found.append(
             f"model.lora.dropout is {lora.dropout}, and PEFT has no dropout of adapters of experts "
-            f"({', '.join(experts)}); set it to 0, or model.lora.targets to some of q, k, v, o."
+            f"({', '.join(experts)}); set it to 0, or model.lora.targets to some of {attention}."
         )
     return found
 
@@ -223,7 +228,6 @@ MIXTRAL = replace(
     name="mixtral",
     title="Mixtral",
     network="phalanx.models.moe:MoEDecoder",
-    tensor_plan={},
     shapes=moe_shapes,
     flops=moe_flops,
     find_problems=lambda spec: [
@@ -304,6 +308,7 @@ OLMOE = replace(
     name="olmoe",
     title="OLMoE",
     options=BlockOptions(qk_norm="whole"),
+    tensor_plan=TENSOR_PLAN | WHOLE_NORMS,
     find_problems=lambda spec: [
         *find_moe_problems(spec, "OLMoE"),
         *find_uneven(spec, "OLMoE"),

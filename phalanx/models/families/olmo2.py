@@ -7,7 +7,15 @@ Source: OLMo team, "2 OLMo 2 Furious", 2024; shapes from the config.json of the 
 from dataclasses import replace
 
 from phalanx.layout.model_shape import ModelSpec
-from phalanx.models.families.decoder import ACCEPTED, HF_NAMES, TENSOR_PLAN, find_misfits, read_decoder, write_decoder
+from phalanx.models.families.decoder import (
+    ACCEPTED,
+    HF_NAMES,
+    TENSOR_PLAN,
+    WHOLE_NORMS,
+    find_misfits,
+    read_decoder,
+    write_decoder,
+)
 from phalanx.models.families.family import BlockOptions
 from phalanx.models.families.llama import LLAMA
 from phalanx.models.families.rotary import HF_ROPE_RULES
@@ -24,7 +32,7 @@ OLMO2 = replace(
     name="olmo2",
     title="OLMo 2",
     options=BlockOptions(pre_norms=False, post_norms=True, qk_norm="whole"),
-    tensor_plan=TENSOR_PLAN | {"attention.q_norm": "column", "attention.k_norm": "column_kv"},
+    tensor_plan=TENSOR_PLAN | WHOLE_NORMS,
     find_problems=lambda spec: find_misfits(spec, "OLMo 2", grouped=True, rules=HF_ROPE_RULES),
     start=lambda spec: replace(spec, norm_eps=1e-6),
     hf=replace(
