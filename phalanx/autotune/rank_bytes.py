@@ -199,7 +199,9 @@ def _list_fragments(buckets: Sequence[Bucket], places: Mapping[str, int]) -> Ite
 def _shard_state_bytes(buckets: Sequence[Bucket], places: Mapping[str, int], layout: StateLayout) -> int:
     """Bytes of what the rule keeps of a rank's own."""
     shards, master = _list_fragments(buckets, places), layout.precision.master
-    return sum(count_state_bytes(layout.rule, each.parameter.shape, each.stop - each.start, master) for each in shards)
+    return sum(
+        count_state_bytes(layout.rule, each.parameter.update_shape, each.stop - each.start, master) for each in shards
+    )
 
 
 def _even_holdings(model: Model, layout: StateLayout) -> Holdings:
@@ -212,7 +214,7 @@ def _even_holdings(model: Model, layout: StateLayout) -> Holdings:
     units = by_unit[True] + by_unit[False]
     root = units.pop("", 0)
     learning, master = (each for each in parameters if each.trained), layout.precision.master
-    kept = sum(count_state_bytes(layout.rule, each.shape, each.elements, master) for each in learning)
+    kept = sum(count_state_bytes(layout.rule, each.update_shape, each.elements, master) for each in learning)
     own, own_frozen = (memory_model.count_elements(sizes) // layout.ranks for sizes in (trained, frozen))
     return Holdings(trained, frozen, own, own_frozen, kept // layout.ranks, Counter(units.values()), root)
 

@@ -1,6 +1,5 @@
 """What expert parallelism (`parallel.expert`) cannot be combined with, as sentences; reads no files."""
 
-from phalanx.config import optimizers
 from phalanx.config.schema import Config
 from phalanx.layout.model_shape import ModelSpec
 
@@ -19,8 +18,6 @@ def find_expert_problems(config: Config) -> list[str]:
         )
     if size == 1:
         return found
-    rule = optimizers.OPTIMIZERS.get(config.optim.name)
-    row = rule is not None and rule.granularity == "row"
     instead = {
         f"parallel.engine {parallel.engine}": (parallel.engine in ("single", "fsdp2"), "parallel.engine=sharded"),
         f"parallel.shard_degree {parallel.shard_degree}": (
@@ -34,7 +31,6 @@ def find_expert_problems(config: Config) -> list[str]:
         ),
         f"train.fp8 {config.train.fp8}": (config.train.fp8 != "none", "train.fp8=none"),
         f"comm.compress {config.comm.compress}": (config.comm.compress != "none", "comm.compress=none"),
-        f"optim.name {config.optim.name}, which updates whole rows of a matrix,": (row, "optim.name=adamw"),
         f"resilience.checksum_every {config.resilience.checksum_every}, which compares what all ranks hold,": (
             config.resilience.checksum_every > 0,
             "resilience.checksum_every=0",

@@ -62,6 +62,8 @@ def _auto(key: str) -> str:
     """When `auto` is resolved."""
     if key in ("balance.batch", "data.workers"):
         return "stays auto: measured during the whole run"
+    if key in ("balance.context", "balance.experts"):
+        return "stays auto: decided at each start"
     if key == "balance.optimizer_state":
         return "resolved at the first start, and again for other ranks; the event auto_resolved has the value"
     if key in RESOLVED_ANEW:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,10 +64,10 @@ def describe_parameters(
         used_by = users.get(id(parameter), set())
         shape, trained = tuple(parameter.shape), parameter.requires_grad
         unit = next(iter(used_by)) if len(used_by) == 1 else ""
-        together = rule.elements_together(shape) if trained else 1
         dtype = FP8_GATHERED if unit and name in gathered_in_fp8 else str(parameter.dtype)
         axis = EXPERT_COPIES if name in experts else "data"
-        found.append(ParameterSpec(name, shape, unit, dtype, trained, together, axis))
+        spec = ParameterSpec(name, shape, unit, dtype, trained, axis=axis)
+        found.append(replace(spec, together=rule.elements_together(spec.update_shape)) if trained else spec)
     return sorted(found, key=lambda parameter: order.get(parameter.unit, 0))
 
 

@@ -40,15 +40,13 @@ class OwnedShards:
     @property
     def no_decay(self) -> frozenset[str]:
         """Names of the shards without weight decay: of vectors, and of biases in stacks (of experts)."""
-        kept = (each for each in self.fragments if len(each.parameter.shape) > 1)
-        decayed = {each.key for each in kept if not each.parameter.name.endswith("_bias")}
-        return frozenset(each.key for each in self.fragments) - decayed
+        return frozenset(each.key for each in self.fragments if len(each.parameter.update_shape) <= 1)
 
     def make_slot(self, allocate: Allocator, masters: bool = True) -> Slot:
         """Allocate the initial state, with `masters` or without."""
         slot: Slot = {}
         for fragment in self.fragments:
-            key, shape, count = fragment.key, fragment.parameter.shape, fragment.stop - fragment.start
+            key, shape, count = fragment.key, fragment.parameter.update_shape, fragment.stop - fragment.start
             slot[key] = {"param": allocate(key, "param", count, self.master, self.device)} if masters else {}
             slot[key] |= self.rule.make_state(key, shape, count, self.master, self.device, allocate)
         return slot

@@ -37,6 +37,12 @@ class ParameterSpec:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def update_shape(self) -> tuple[int, ...]:
+        """The shape by which update rules tell matrices from vectors: a stack of biases (of experts) is a vector."""
+        stacked = len(self.shape) > 1 and self.name.endswith("_bias")
+        return (self.elements,) if stacked else self.shape
+
 
 @dataclass(frozen=True)
 class BucketMember:

@@ -14,7 +14,7 @@ import torch
 from phalanx.optim.quantized import QuantizedShard, split_row, zero_code
 from phalanx.optim.update import MOMENTS, AdamW, Allocator, Slot, State, StepUpdate, copy_slot
 
-MIN_ELEMENTS = 4096  # of a whole parameter; smaller ones and vectors keep unquantized moments
+MIN_ELEMENTS = 4096  # of a matrix, also in a stack; smaller ones and vectors keep unquantized moments
 
 
 @dataclass(frozen=True)
@@ -64,4 +64,4 @@ class AdamW8bit:
 
 
 def _is_quantized(shape: Sequence[int]) -> bool:
-    return len(shape) > 1 and math.prod(shape) >= MIN_ELEMENTS
+    return len(shape) > 1 and math.prod(shape[-2:]) >= MIN_ELEMENTS

@@ -23,7 +23,7 @@ from phalanx.layout.tensor_shards import TensorShard, count_copies, plan_tensor_
 from phalanx.models.families.catalog import family_of, parameter_shapes
 from phalanx.models.families.family import active_shapes
 from phalanx.models.model import Model, StagedArchitecture
-from phalanx.optim.update import Shard, StatePiece
+from phalanx.optim.update import ROW_KIND, Shard, StatePiece
 from phalanx.parallel.experts import ExpertParallel, apply_expert_parallel
 from phalanx.parallel.init_weights import Fill
 from phalanx.parallel.pipeline import Pipeline
@@ -94,6 +94,13 @@ def _of_whole(shard: Shard, part: TensorShard, start: int, stop: int, into: Tens
     return replace(shard, start=start, stop=stop, shape=part.shape, tensor=into)
 
 
+def _offset(part: TensorShard, kind: str) -> int:
+    """Where a slice's state of a kind begins in that of the whole, or in its window."""
+    if part.window is not None:
+        return 0
+    return part.offset // part.shape[-1] if kind.startswith(ROW_KIND) else part.offset
+
+
 def to_whole_pieces(
     pieces: Iterable[StatePiece], shards: Mapping[str, TensorShard], first: bool
 ) -> Iterator[StatePiece]:
@@ -107,7 +114,7 @@ def to_whole_pieces(
             if first:
                 yield piece
         elif part.first:
-            window, moved = part.window, part.offset if part.window is None else 0
+            window, moved = part.window, _offset(part, piece.kind)
             yield replace(piece, start=piece.start + moved, stop=piece.stop + moved, window=window)
 
 
@@ -119,7 +126,7 @@ def make_shard_reader(read: WindowRead, shards: Mapping[str, TensorShard]) -> Re
         if part is None:
             read(name, kind, start, stop, out, None)
         else:
-            moved = part.offset if part.window is None else 0
+            moved = _offset(part, kind)
             read(name, kind, start + moved, stop + moved, out, part.window)
 
     return read_part

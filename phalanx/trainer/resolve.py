@@ -187,7 +187,7 @@ def _check_optimizer(config: Config) -> None:
     if not isinstance(rule, OwnClassRule) or rule.granularity == "element":
         return
     parallel = config.parallel
-    for axis in ("tensor", "expert"):
+    for axis in ("tensor", "expert") if rule.granularity == "matrix" else ("tensor",):
         if getattr(parallel, axis) > 1:
             raise ConfigError(
                 f"optim.name {config.optim.name} needs a {rule.granularity} whole, and cannot be combined with "

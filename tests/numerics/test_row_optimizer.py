@@ -117,6 +117,24 @@ def test_two_ranks_walk_the_curve_of_one(layout: dict[str, Any], alone: Outcome,
     assert_same_curve(walk(2, tmp_path, tokens, **layout), alone)
 
 
+EXPERTS: dict[str, Any] = {
+    "model__architecture": "mixtral", "model__moe": {"experts": 5, "experts_per_token": 2}, "train__steps": 4,
+}  # fmt: skip
+
+
+def test_experts_on_other_ranks_keep_their_numbers(tokens: Path, tmp_path: Path) -> None:
+    """Also from one division to another, and on one rank."""
+    one = walk(1, tmp_path / "one", tokens, **EXPERTS)
+    for ranks, steps, more in (
+        (2, 2, {"parallel__expert": 2, "balance__experts": [4, 1]}),
+        (4, 3, {"parallel__expert": 2, "balance__experts": [2, 3], "parallel__zero": 3}),
+        (1, 4, {}),
+    ):
+        found = walk(ranks, tmp_path / "run", tokens, **EXPERTS | more | {"train__steps": steps})
+    assert one.state["row_square/layers.0.mlp.experts.gate_up"].numel() == 5 * 2 * 44
+    assert_same_curve(found, one)
+
+
 @pytest.mark.parametrize(("before", "after", "zero"), [(2, 1, 1), (2, 1, 3), (1, 2, 2)])
 def test_a_checkpoint_is_read_by_other_ranks(
     before: int, after: int, zero: int, alone: Outcome, tokens: Path, tmp_path: Path

@@ -34,6 +34,16 @@ def test_any_ranks_walk_the_curve_of_one(rule: str, tokens: Path, tmp_path: Path
     assert alone.losses[-1] < alone.losses[0] - 0.1
 
 
+def test_moments_in_8_bits_are_those_of_one_process_wherever_experts_are(tokens: Path, tmp_path: Path) -> None:
+    changes = WIDE | {"train__steps": 4, "optim__name": "adamw8bit", "model__architecture": "mixtral"}
+    changes["model__moe"] = {"experts": 5, "experts_per_token": 2}
+    alone = walk(1, tmp_path / "1", tokens, **changes)
+    more = {"parallel__expert": 2, "balance__experts": [4, 1], "train__micro_batch": 2}
+    two = walk(2, tmp_path / "2", tokens, **changes, **more)
+    apart = [distance(two.state, alone.state, kind) for kind in ("param", "exp_avg", "exp_avg_sq")]
+    assert max(farthest(two.losses, alone.losses), *apart) < 1e-9
+
+
 @pytest.mark.parametrize(("rule", "ranks"), [("adamw8bit", 1), ("adamw8bit", 2), ("sgd", 1)])
 def test_resumed_is_bitwise_the_undisturbed(rule: str, ranks: int, tokens: Path, tmp_path: Path) -> None:
     changes = {"optim__name": rule, "train__dtype": "bf16"} | RULES[rule] | {"train__steps": 6}

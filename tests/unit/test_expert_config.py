@@ -47,7 +47,6 @@ def config_of(changes: dict[str, Any], **model: Any) -> Any:
         ({"train.compile": True, "memory.activations": "selective"}, "train.compile true with memory.activations sel"),
         ({"train.fp8": "block"}, "train.fp8 block cannot be combined"),
         ({"comm.compress": "bf16"}, "comm.compress bf16 cannot be combined"),
-        ({"optim.name": "adamw8bit"}, "optim.name adamw8bit, which updates whole rows of a matrix, cannot"),
         ({"resilience.checksum_every": 5}, "resilience.checksum_every 5, which compares what all ranks hold, cannot"),
     ],
 )

@@ -122,6 +122,8 @@ SHAPES = {"matrix": (5, 1000), "small": (60, 60), "norm": (5000,), "odd": (9, 70
 def test_only_large_matrices_are_coded_and_take_a_quarter() -> None:
     slot = a_slot(SHAPES, torch.float32)
     assert {name for name, state in slot.items() if "exp_avg" not in state} == {"matrix", "odd"}
+    # However many matrices of a stack there are on a rank.
+    assert [RULE.elements_together((count, 60, each)) for count in (1, 9) for each in (60, 70)] == [1, 70] * 2
     for name, shape in SHAPES.items():
         held = sum(tensor.numel() * tensor.element_size() for key, tensor in slot[name].items() if key != "param")
         assert held == count_state_bytes(RULE, shape, math.prod(shape), torch.float32)

@@ -494,6 +494,15 @@ def test_work_that_was_divided_by_hand_may_be_left_to_measuring_again() -> None:
         assert resolve.continue_config(wanted, saved, FOLDER).balance.batch == "auto"
 
 
+def test_experts_that_were_divided_by_hand_may_be_on_one_rank_again() -> None:
+    model = {"architecture": "mixtral", "moe": {"experts": 4, "experts_per_token": 2}}
+    asked = tree(train={"steps": 5})
+    asked["model"] |= model
+    wanted = load.build_config(asked, "here")
+    saved = load.update_config(wanted, {"parallel.expert": 2, "balance.experts": [3, 1]})
+    assert resolve.continue_config(wanted, saved, FOLDER).balance.experts == "auto"
+
+
 @pytest.mark.parametrize(
     ("wanted", "saved", "named"),
     [
