@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -233,3 +234,17 @@ def test_degrees_of_a_folders_model_are_those_that_a_start_takes(name: str, cont
     if contexts == (1,):
         with pytest.raises(ConfigError, match="shares no attention with"):
             space_of(config, PRESETS[name], work, there, {"context": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "says"),
+    [
+        ("deepseek-v3", "auto", "a plan does not know adapters of latent attention"),
+        ("mixtral-8x7b", ["experts.down"], "a plan does not know adapters of experts"),
+    ],
+)
+def test_adapters_that_a_plan_does_not_know_are_refused(name: str, targets: Any, says: str) -> None:
+    model = {"from_hf": "folder", "lora": {"rank": 8, "targets": targets}}
+    config = load.build_config({"model": model, "data": {"seq_len": 1024}}, "a recipe")
+    with pytest.raises(ConfigError, match=says):
+        PlanQuery(config, PRESETS[name], ()).work(parse_cluster.parse_cluster("8xH100-80GB"))
