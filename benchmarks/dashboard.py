@@ -7,10 +7,9 @@ A folder has one run of 10^6 steps and 99 of 10^4, with records as training writ
 the frame after the loss curve was drawn; of a server that was started just before, and of one that has read all runs.
 
 *Behind* is the time from a record's write until the frame that shows it, of a run with a step every 0.43 s.
-
-*Taken from training* compares turns of one run of `phalanx train`, alternating, with its page open and with the server
-halted and no page. Training has one core for itself, all others are the page's, as its browser and mostly its server
-are on other machines. A step also writes its record, with and without a page, whose time is measured by itself.
+*Taken from training* compares steps of one `phalanx train`, by turns of a second, with the server at work, its page's
+stream read by a client (a browser is mostly on another machine), and with the server halted. Training has one core for
+itself. A step also writes its record, with and without a page, whose time is measured by itself.
 """
 
 import contextlib
@@ -44,6 +43,7 @@ DRIVER = shutil.which("chromedriver")
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 STEP_S = 0.5  # of the runs that are written here
 GROW_S = 0.43  # between steps of the run that grows: none that the server's polls are a multiple of
+STEPS = 6  # of a turn of training with or without the page
 ATTEMPTS = 20  # of the long run
 PATIENCE_S = 240.0
 RECIPE = """
@@ -304,35 +304,42 @@ def measure_server(runs: Path, output: Path, seconds: float) -> tuple[list[Row],
     return rows, statistics.median(behind), max(behind), weight
 
 
-def measure_taken(folder: Path, turns: int, turn_s: float) -> Row:
-    """A real run with its page open and without one, in turns: what a step takes longer."""
-    cores = sorted(os.sched_getaffinity(0))
-    own, others = ({cores[0]}, set(cores[1:])) if len(cores) > 1 else (set(cores), set(cores))
-    (folder / "recipe.yaml").write_text(RECIPE.format(cache=folder / "cache"))
-    paths = RunPaths(folder / "trained" / "run")
+def follow(url: str, ending: threading.Event) -> None:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as stream:
+        any(ending.is_set() for _ in stream)
+
+
+def measure_taken(folder: Path, turns: int) -> Row:
+    """A real run, in turns with its page open and with the server halted: what a step takes longer."""
+    cores = os.sched_getaffinity(0)
+    own, others = {min(cores)}, cores - {min(cores)} or cores
+    paths, recipe = RunPaths(folder / "trained" / "run"), folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(cache=folder / "cache"))
     os.sched_setaffinity(0, own)
-    recipe = str(folder / "recipe.yaml")
-    command = begin(folder / "train.txt", "train", recipe, "--run-dir", str(paths.root), "--ranks", "1")
-    os.sched_setaffinity(0, others)  # for the browser and the server as well
-    spans: list[tuple[bool, float, float]] = []
+    command = begin(folder / "train.txt", "train", str(recipe), "--run-dir", str(paths.root), "--ranks", "1")
+    os.sched_setaffinity(0, others)  # for the server as well
+    ending, spans = threading.Event(), []
     try:
         with Run(paths, {0: command}).ending() as run, contextlib.ExitStack() as held:
             run.reach(20)
             server = held.enter_context(serving(paths.root.parent, folder / "dashboard.txt"))
-            driver = held.enter_context(browsing())
             (page,) = server.ids().values()
+            client = threading.Thread(target=follow, args=(f"{server.url}stream?runs={page}", ending))
+            client.start()
+            server.settle()
+            turn_s = STEPS * Tail(paths.metrics).read()[-1]["step_s"]
             for turn in range(2 * turns):
                 open_ = turn % 4 in (0, 3)  # each way comes first as often as second
                 os.kill(server.command.pid, signal.SIGCONT if open_ else signal.SIGSTOP)
-                driver.get(f"{server.url}#/run/{page}" if open_ else "about:blank")
-                time.sleep(1.5)  # a page has been drawn by then
                 began = time.time()
                 time.sleep(turn_s)
                 spans.append((open_, began, time.time()))
             os.kill(server.command.pid, signal.SIGCONT)
+            ending.set()
+            client.join()  # at the next record
             records = Tail(paths.metrics).read()
     finally:
-        os.sched_setaffinity(0, set(cores))
+        os.sched_setaffinity(0, cores)
     times: dict[bool, list[float]] = {True: [], False: []}
     for open_, began, ended in spans:
         steps = [each["step_s"] for each in records if began + each["step_s"] < each["time"] < ended]
@@ -364,7 +371,7 @@ def measure(folder: Path, quick: bool, browsers: int, turns: int) -> tuple[list[
     pictures = [(f"{row['first picture of']}, server {row['server']}", row["seconds"]) for row in rows]
     write_run(RunPaths(runs / "live"), 1, over=False)
     server, behind_s, longest_s, weight = measure_server(runs, folder / "dashboard.txt", 10.0 if quick else 60.0)
-    taken = measure_taken(folder, turns, 3.0 if quick else 8.0)
+    taken = measure_taken(folder, turns)
     rows += [*server, {"behind, s (median)": behind_s, "longest": longest_s, "first page, MB": weight / 1e6}, taken]
     writes = taken["ms to write a record"] / taken["ms of a step"]
     return rows, [
@@ -381,12 +388,12 @@ def measure(folder: Path, quick: bool, browsers: int, turns: int) -> tuple[list[
 def main() -> None:
     parser = options("First picture, delay and cost of the live page.")
     parser.add_argument("--browsers", type=int, help="fresh browsers for each first picture (default 9)")
-    parser.add_argument("--turns", type=int, help="turns of training with the page open (default 20)")
+    parser.add_argument("--turns", type=int, help="turns of training with the page open (default 250)")
     given = parser.parse_args()
     if not (BROWSER and DRIVER):
         parser.error("Chromium with its driver is needed: apt-get install chromium chromium-driver")
     with heeding_signals(), tempfile.TemporaryDirectory(prefix="phalanx-dashboard-") as name:
-        browsers, turns = given.browsers or (1 if given.quick else 9), given.turns or (2 if given.quick else 20)
+        browsers, turns = given.browsers or (1 if given.quick else 9), given.turns or (5 if given.quick else 250)
         rows, checks = measure(Path(name), given.quick, browsers, turns)
     report(result("dashboard", machine(None, 1), rows, checks), given.json)
 

@@ -178,6 +178,7 @@ def _listen(host: str, port: int | None) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(attempt)
+            listener.listen()  # who follows the address that is printed waits until the server is there
             return listener
         except OSError as error:
             listener.close()
