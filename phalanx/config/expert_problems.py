@@ -26,7 +26,6 @@ def find_expert_problems(config: Config) -> list[str]:
             config.train.compile is True and config.memory.activations == "selective",
             "memory.activations=full",
         ),
-        f"train.fp8 {config.train.fp8}": (config.train.fp8 != "none", "train.fp8=none"),
         f"comm.compress {config.comm.compress}": (config.comm.compress != "none", "comm.compress=none"),
         f"optim.name {config.optim.name}, which updates whole rows of a matrix,": (row, "optim.name=adamw"),
         f"resilience.checksum_every {config.resilience.checksum_every}, which compares what all ranks hold,": (
