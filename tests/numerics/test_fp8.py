@@ -153,16 +153,21 @@ def test_it_is_in_effect_in_experts(one_with_experts: Outcome, tokens: Path, tmp
     assert 1e-5 < farthest(plain.losses, one_with_experts.losses) < 0.02
 
 
-@pytest.mark.parametrize(("dtype", "divided"), some([("fp64", False), ("bf16", False), ("bf16", True)], 1, 2))
+@pytest.mark.parametrize(("dtype", "divided"), some([("fp64", False), ("bf16", False), ("fp64", True)], 1, 2))
 def test_gathers_in_fp8_change_no_bit(dtype: str, divided: bool, tokens: Path, tmp_path: Path) -> None:
     """ZeRO 3 sends the weights of blocks in a byte an element, ZeRO 2 in the compute type; of experts that are divided
-    each of two copies sends its part of them, and the scales of tiles that both have a part of agree."""
+    each of two copies sends its part of them, and the scales of tiles that both have a part of agree. Four ranks add up
+    gradients in another order, as buckets differ."""
     changes = (EXPERTS | DIVIDED if divided else WIDE | {"train__micro_batch": 2}) | {"checkpoint__every": 2}
     changes |= {"train__dtype": dtype, "train__steps": 3, "optim__decay_steps": 3, "optim__clip_norm": None}
     changes["balance__optimizer_state"] = [1, 2] * (1 + divided)
     ranks, shares = (4, [3, 1, 2, 2]) if divided else (2, [5, 3])
     kept = walk(ranks, tmp_path / "zero2", tokens, shares, **changes | {"parallel__zero": 2})
     found = walk(ranks, tmp_path / "zero3", tokens, shares, **changes | {"parallel__zero": 3})
+    if divided:
+        assert farthest(found.losses, kept.losses) < 1e-12
+        assert distance(found.state, kept.state, "param") < 1e-12
+        return
     assert found.losses == kept.losses
     assert found.evaluations == kept.evaluations
     assert all(torch.equal(found.state[name], value) for name, value in kept.state.items())
