@@ -183,7 +183,7 @@ def _lay_out_buckets(model: Model, layout: StateLayout, rank: int | None) -> tup
         parameters = describe_parameters(model, sharding_units(model), layout.rule, fp8_weights)
         return make_buckets(parameters, weights, isolate_parameters=sharding.isolates_parameters), {"data": place}
     experts = [name for name, _ in model.named_parameters() if EXPERTS in name]
-    parameters = describe_parameters(model, sharding_units(model), layout.rule, experts=experts)
+    parameters = describe_parameters(model, sharding_units(model), layout.rule, fp8_weights, experts)
     of_copies = sharding.expert_weights(weights, range(place % layout.expert, len(weights), layout.expert))
     buckets = make_buckets_by_axis(parameters, {"data": weights, EXPERT_COPIES: of_copies}, 1, 1)
     return buckets, {"data": place, EXPERT_COPIES: place // layout.expert}

@@ -29,7 +29,6 @@ def find_expert_problems(config: Config) -> list[str]:
             config.train.compile is True and config.memory.activations == "selective",
             "memory.activations=full",
         ),
-        f"train.fp8 {config.train.fp8}": (config.train.fp8 != "none", "train.fp8=none"),
         f"comm.compress {config.comm.compress}": (config.comm.compress != "none", "comm.compress=none"),
         f"resilience.checksum_every {config.resilience.checksum_every}, which compares what all ranks hold,": (
             config.resilience.checksum_every > 0,

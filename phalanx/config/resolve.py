@@ -133,12 +133,6 @@ def _decide_arithmetic(config: Config, device: str, bf16: bool, differ: bool) ->
         elif config.parallel.pipeline > 1 and config.parallel.schedule == "zero_bubble":
             why = "parallel.schedule zero_bubble splits the backward pass, which a compiled block does not support"
             yield "train.compile", False, why
-        elif config.train.fp8 == "delayed":
-            yield (
-                "train.compile",
-                False,
-                "products with train.fp8 delayed record magnitudes, which compiled code does not",
-            )
         elif on_cpu:
             yield "train.compile", False, NOT_COMPILED_ON_CPU
 

@@ -27,11 +27,6 @@ def find_problems(config: Config) -> list[str]:
             f"balance.batch sums to {sum(work)} sequences, but train.global_batch is "
             f"{train.global_batch}; make them equal"
         )
-    if train.fp8 == "delayed" and train.compile is True:
-        found.append(
-            "train.compile true cannot be combined with train.fp8 delayed, whose products record magnitudes, which "
-            "compiled code does not; set train.compile=false, or train.fp8=block"
-        )
     found += _sharding_problems(config) + _list_problems(config) + _model_parallel_problems(config)
     found += _layout_problems(config) + find_context_problems(config) + find_expert_problems(config)
     changed = {key for key, info in type(optim).model_fields.items() if getattr(optim, key) != info.default}

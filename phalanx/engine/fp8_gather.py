@@ -81,10 +81,16 @@ class Fp8Bucket(ReleasedBucket):
         return coded[part.start : part.stop], arrived
 
 
-def agree_on_scales(buckets: Sequence[Fp8Bucket], slot: Slot, group: dist.ProcessGroup, traffic: Traffic) -> None:
-    """Set the scales of all `buckets` by the shards of all ranks. Collective."""
-    each = [held.local_maxima(slot) for held in buckets]
-    maxima = torch.cat(each)
-    collectives.all_reduce(maxima, group, traffic, dist.ReduceOp.MAX).wait()
-    for held, part in zip(buckets, maxima.split([len(one) for one in each]), strict=True):
-        held.set_maxima(part)
+def agree_on_scales(
+    buckets: Sequence[Fp8Bucket], slot: Slot, groups: Mapping[str, dist.ProcessGroup], traffic: Traffic
+) -> None:
+    """Set the scales of all `buckets` by the shards of all ranks that share them, the `groups` by axis. Collective."""
+    for axis, group in groups.items():
+        mine = [held for held in buckets if held.bucket.axis == axis]
+        if not mine:
+            continue
+        each = [held.local_maxima(slot) for held in mine]
+        maxima = torch.cat(each)
+        collectives.all_reduce(maxima, group, traffic, dist.ReduceOp.MAX).wait()
+        for held, part in zip(mine, maxima.split([len(one) for one in each]), strict=True):
+            held.set_maxima(part)

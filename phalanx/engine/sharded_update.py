@@ -20,6 +20,7 @@ from phalanx.engine.fp8_gather import Fp8Bucket, agree_on_scales
 from phalanx.engine.schedule import CollectiveQueue, TransferSchedule, Unit
 from phalanx.engine.state_slots import GlobalNorm, StateSlots
 from phalanx.engine.timing import PassTimer
+from phalanx.layout.mesh_axes import EXPERT_COPIES
 from phalanx.optim import gradients
 from phalanx.optim.update import StepUpdate
 
@@ -268,7 +269,11 @@ class ShardedUpdate:
 
     def agree_on_scales(self, buckets: Sequence[Fp8Bucket]) -> None:
         """Agree on the scales of weights that are gathered in FP8. Collective."""
-        agree_on_scales(buckets, self.state.source, self._mesh.agreement, self._traffic)
+        groups = {"data": self._mesh.agreement}
+        if (copies := self._mesh.extra.axes.get(EXPERT_COPIES)) is not None:
+            self.queue.flush()  # shards travel in the same group
+            groups[EXPERT_COPIES] = copies.group
+        agree_on_scales(buckets, self.state.source, groups, self._traffic)
 
     def run_for_units(self, units: Sequence[Unit], work: Callable[[Unit], None]) -> None:
         """Run `work` for each unit on the communication thread, after this thread's queued device work, and finish

@@ -61,21 +61,21 @@ def _without_tail(x: Tensor, ends: Tensor) -> Tensor:
     return x.masked_fill_(torch.arange(x.shape[0], device=x.device)[:, None] >= ends[-1], 0)
 
 
-_library = torch.library.Library("phalanx", "FRAGMENT")
+LIBRARY = torch.library.Library("phalanx", "FRAGMENT")
 
 
-def _operator(schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def make_operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function an operator. Not torch.library.custom_op, whose wrappers take as long as a small product."""
 
-    def define(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        _library.define(schema)
-        _library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        LIBRARY.define(schema)
+        LIBRARY.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
         return function
 
     return define
 
 
-@_operator("grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor")
+@make_operator("grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor")
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(x, (weight.shape[1], weight.shape[2])):
         product = F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends.to(torch.int32))
@@ -89,7 +89,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@_operator("grouped_mm_weight_grad(Tensor grad, Tensor x, Tensor ends) -> Tensor")
+@make_operator("grouped_mm_weight_grad(Tensor grad, Tensor x, Tensor ends) -> Tensor")
 def _grouped_mm_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(x, (grad.shape[1], x.shape[1])):
         return F.grouped_mm(grad.contiguous().T, x.contiguous(), offs=ends.to(torch.int32))
@@ -101,12 +101,12 @@ def _grouped_mm_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@torch.library.register_fake("phalanx::grouped_mm", lib=_library)
+@torch.library.register_fake("phalanx::grouped_mm", lib=LIBRARY)
 def _grouped_mm_shape(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-@torch.library.register_fake("phalanx::grouped_mm_weight_grad", lib=_library)
+@torch.library.register_fake("phalanx::grouped_mm_weight_grad", lib=LIBRARY)
 def _grouped_mm_weight_grad_shape(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
 

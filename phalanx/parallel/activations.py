@@ -27,7 +27,7 @@ _ATTENTION = (
     "aten._scaled_dot_product_attention_math_for_mps",
     "torch_attn._varlen_attn",
 )
-_EXPERTS = ("phalanx.grouped_mm",)
+_OWN = ("phalanx.grouped_mm", "phalanx.delayed_product")
 
 
 def recompute(units: Sequence[nn.Module], selective: bool) -> None:
@@ -91,12 +91,13 @@ def check_horizon(blocks: int, horizon: int) -> None:
 
 def operators_to_save() -> list[Callable[..., object]]:
     """The operators whose results selective checkpointing saves."""
-    import torch.nn.attention.varlen  # registers the last of _ATTENTION, as the next that of _EXPERTS
+    import torch.nn.attention.varlen  # registers the last of _ATTENTION, as the next those of _OWN
 
-    import phalanx.models.grouped_mm  # noqa: F401
+    import phalanx.models.grouped_mm
+    import phalanx.parallel.fp8_delayed  # noqa: F401
 
     found = []
-    for name in (*_PRODUCTS, *_ATTENTION, *_EXPERTS):
+    for name in (*_PRODUCTS, *_ATTENTION, *_OWN):
         space, _, operator = name.partition(".")
         found.append(getattr(getattr(torch.ops, space), operator).default)
     return found

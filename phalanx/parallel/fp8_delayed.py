@@ -14,6 +14,8 @@ NVIDIA's Transformer Engine.
 """
 
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -32,6 +34,8 @@ FORMATS = (FP8, FP8, torch.float8_e5m2)
 LARGEST = tuple(torch.finfo(each).max for each in FORMATS)
 _WIDER = 2.0**7  # the largest number of E5M2 over that of E4M3
 _KEY = "_fp8_scalings"  # of a module's attributes
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, "DelayedScaling"] = weakref.WeakValueDictionary()
 
 
 class DelayedScaling:
@@ -46,6 +50,8 @@ class DelayedScaling:
         self._maxima: list[Tensor | None] = [None, None, None]
         self._clipped: Tensor | None = None
         self._counts = {INPUT: counts[0], GRADIENT: counts[1]}
+        self.handle = torch.tensor(next(_numbers), device="cpu")  # by which compiled code finds it
+        _by_number[int(self.handle)] = self
 
     def begin(self) -> None:
         """Record from here on."""
@@ -105,56 +111,131 @@ class DelayedScaling:
         return accelerator.tensor_scaled_mm(self.quantize(a_is, a), a_scale, self.quantize(b_is, b), b_scale)
 
 
-class _DelayedLinear(torch.autograd.Function):
+def _product(scaling: DelayedScaling, x: Tensor, weight: Tensor, ends: Tensor | None, kernel: bool) -> Tensor:
+    """F.linear(x, weight), or with `ends` grouped_mm.multiply_groups, which is emulated."""
+    if ends is not None:
+        return grouped_mm.multiply_groups(scaling.round(INPUT, x), scaling.round(WEIGHT, weight), ends)
+    product = scaling.multiply(x.flatten(0, -2), weight, INPUT, WEIGHT, kernel)
+    return product.view(*x.shape[:-1], weight.shape[0])
+
+
+def _gradients(
+    scaling: DelayedScaling, grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor | None, kernel: bool,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Those of `_product` to x and weight, where these `needs` say so."""
+    to_x = to_weight = None
+    if ends is not None:
+        rounded = scaling.round(GRADIENT, grad)
+        if needs[0]:
+            to_x = grouped_mm.multiply_groups(rounded, scaling.round(WEIGHT, weight).transpose(1, 2), ends)
+        if needs[1]:
+            to_weight = grouped_mm.multiply_group_gradients(rounded, scaling.round(INPUT, x), ends)
+        return to_x, to_weight
+    flat = grad.flatten(0, -2)
+    if needs[0]:
+        to_x = scaling.multiply(flat, weight.T, GRADIENT, WEIGHT, kernel).view_as(x)
+    if needs[1]:
+        to_weight = scaling.multiply(flat.T, x.flatten(0, -2).T, GRADIENT, INPUT, kernel)
+    return to_x, to_weight
+
+
+class DelayedProduct(torch.autograd.Function):
     """All three products in FP8. It saves what F.linear saves; tensors are quantized again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: DelayedScaling, kernel: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.scaling, ctx.kernel, ctx.again = scaling, kernel, False
-        product = scaling.multiply(x.flatten(0, -2), weight, INPUT, WEIGHT, kernel)
-        return product.view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        grad, scaling = grads[0].flatten(0, -2), ctx.scaling
-        scaling.note(GRADIENT, grad, ctx.again)
-        ctx.again = True  # a backward pass in two halves comes here twice
-        to_x = to_weight = None
-        if ctx.needs_input_grad[0]:
-            to_x = scaling.multiply(grad, weight.T, GRADIENT, WEIGHT, ctx.kernel).view_as(x)
-        if ctx.needs_input_grad[1]:
-            to_weight = scaling.multiply(grad.T, x.flatten(0, -2).T, GRADIENT, INPUT, ctx.kernel)
-        return to_x, to_weight, None, None
-
-
-class _DelayedGroups(torch.autograd.Function):
-    """As `_DelayedLinear`, emulated, of rows that are sorted by group; all groups have one scale."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, scaling: DelayedScaling) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor | None, scaling: DelayedScaling, kernel: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        ctx.scaling, ctx.again = scaling, False
-        return grouped_mm.multiply_groups(scaling.round(INPUT, x), scaling.round(WEIGHT, weight), ends)
+        ctx.scaling, ctx.kernel, ctx.again = scaling, kernel, False
+        return _product(scaling, x, weight, ends, kernel)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, ends = ctx.saved_tensors
-        scaling = ctx.scaling
-        scaling.note(GRADIENT, grads[0], ctx.again)
-        ctx.again = True
-        grad, to_x, to_weight = scaling.round(GRADIENT, grads[0]), None, None
-        if ctx.needs_input_grad[0]:
-            to_x = grouped_mm.multiply_groups(grad, scaling.round(WEIGHT, weight).transpose(1, 2), ends)
-        if ctx.needs_input_grad[1]:
-            to_weight = grouped_mm.multiply_group_gradients(grad, scaling.round(INPUT, x), ends)
-        return to_x, to_weight, None, None
+        ctx.scaling.note(GRADIENT, grads[0], ctx.again)
+        ctx.again = True  # a backward pass in two halves comes here twice
+        needs = ctx.needs_input_grad[:2]
+        return *_gradients(ctx.scaling, grads[0], x, weight, ends, ctx.kernel, needs), None, None, None
 
 
-def _note_forward(scaling: DelayedScaling, x: Tensor, weight: Tensor) -> None:
+# ---------------------------------------------------------------------------------------------------- in compiled code
+# Compilers see two operators, which find their scaling by a number in a tensor: so equal blocks share their code, and
+# what a product records is recorded when it runs.
+
+
+@grouped_mm.make_operator(
+    "delayed_product(Tensor x, Tensor weight, Tensor? ends, Tensor handle, bool kernel, bool trains) -> Tensor"
+)
+def _compiled_product(
+    x: Tensor, weight: Tensor, ends: Tensor | None, handle: Tensor, kernel: bool, trains: bool
+) -> Tensor:
+    scaling = _by_number[int(handle)]
+    _note_forward(scaling, x, weight, trains)
+    return _product(scaling, x, weight, ends, kernel)
+
+
+@grouped_mm.make_operator(
+    "delayed_gradients(Tensor grad, Tensor x, Tensor weight, Tensor? ends, Tensor handle, bool kernel, bool to_x, "
+    "bool to_weight) -> (Tensor, Tensor)"
+)
+def _compiled_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor | None, handle: Tensor, kernel: bool, *needs: bool
+) -> tuple[Tensor, Tensor]:
+    scaling = _by_number[int(handle)]
+    scaling.note(GRADIENT, grad)
+    to_x, to_weight = _gradients(scaling, grad, x, weight, ends, kernel, (needs[0], needs[1]))
+    return tuple(grad.new_empty(0) if each is None else each for each in (to_x, to_weight))  # type: ignore[return-value]
+
+
+@torch.library.register_fake("phalanx::delayed_product", lib=grouped_mm.LIBRARY)
+def _product_shape(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[-2])
+
+
+@torch.library.register_fake("phalanx::delayed_gradients", lib=grouped_mm.LIBRARY)
+def _gradient_shapes(
+    grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor | None, handle: Tensor, kernel: bool, *needs: bool
+) -> tuple[Tensor, ...]:
+    return tuple(grad.new_empty(each.shape if need else 0) for each, need in zip((x, weight), needs, strict=True))
+
+
+class _CompiledProduct(torch.autograd.Function):
+    """As `DelayedProduct`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor | None, handle: Tensor, kernel: bool, trains: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, ends, handle)
+        ctx.kernel = kernel
+        product: Tensor = torch.ops.phalanx.delayed_product(x, weight, ends, handle, kernel, trains)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ends, handle = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
+        found = torch.ops.phalanx.delayed_gradients(grads[0], x, weight, ends, handle, ctx.kernel, *needs)
+        to_x, to_weight = (each if need else None for each, need in zip(found, needs, strict=True))
+        return to_x, to_weight, None, None, None, None
+
+
+def _multiply(
+    scaling: DelayedScaling, x: Tensor, weight: Tensor, ends: Tensor | None = None, kernel: bool = False
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        compiled: Tensor = _CompiledProduct.apply(x, weight, ends, scaling.handle, kernel, torch.is_grad_enabled())
+        return compiled
+    _note_forward(scaling, x, weight, torch.is_grad_enabled())
+    product: Tensor = DelayedProduct.apply(x, weight, ends, scaling, kernel)
+    return product
+
+
+def _note_forward(scaling: DelayedScaling, x: Tensor, weight: Tensor, trains: bool) -> None:
     if torch._C._current_graph_task_id() == -1:  # else recomputed in a backward pass
-        scaling.note(INPUT, x, again=not torch.is_grad_enabled())
+        scaling.note(INPUT, x, again=not trains)
         scaling.note(WEIGHT, weight)
 
 
@@ -164,8 +245,7 @@ def linear(scaling: DelayedScaling, kernel: bool, x: Tensor, weight: Tensor, bia
 
     x (..., in), weight (out, in), bias (out,) -> (..., out).
     """
-    _note_forward(scaling, x, weight)
-    product: Tensor = _DelayedLinear.apply(x, weight, scaling, kernel)
+    product = _multiply(scaling, x, weight, kernel=kernel)
     return product if bias is None else product + bias
 
 
@@ -174,10 +254,7 @@ def multiply_groups(
 ) -> Tensor:
     """grouped_mm.multiply_groups(x, weight, ends) with FP8 inputs, weights and gradients. `scalings`: of each stack, by
     its `_widths`."""
-    scaling = scalings[_widths(weight)]
-    _note_forward(scaling, x, weight)
-    product: Tensor = _DelayedGroups.apply(x, weight, ends, scaling)
-    return product
+    return _multiply(scalings[_widths(weight)], x, weight, ends)
 
 
 def _widths(stack: Tensor) -> tuple[int, ...]:

@@ -312,10 +312,6 @@ class CostModel:
         width = copies * choice.tensor
         for number, stage in enumerate(stages):
             parameters, *_ = parameters_of(work, choice.tensor, layers[number], *choice.ends(number))
-            if choice.expert > 1:  # those of experts pass all but an own part of what each of their copies has
-                stacks = layers[number] * work.expert_parameters / choice.tensor
-                kept = (1.0 - choice.expert / copies) / (1.0 - 1.0 / copies)
-                parameters += stacks * (kept / choice.expert - 1.0)
             first = number * width
             degree = choice.shard_degree or copies
             shard = self._shard_ring(first, degree, choice.tensor, copies // degree)

@@ -189,6 +189,10 @@ def estimate_comm_time(
     _, backward = passes_s
     units = layers + 1  # blocks, and the edges as one
     fewer = (1.0 - least) / (1.0 - 1.0 / shard.ranks) if shard.ranks > 1 else 1.0
+    moving = 1.0  # the part of experts that travels: all but an own part of what each of their copies has
+    if choice.expert > 1:
+        moving = (1.0 - choice.expert / shard.ranks) / (1.0 - 1.0 / shard.ranks) / choice.expert
+        parameters -= layers * work.expert_parameters / choice.tensor * (1.0 - moving)
     trained = parameters * find_trained_share(work)
 
     def sharded(elements: float, each_bytes: float, ring: RingPlacement, operations: int) -> float:
@@ -209,7 +213,8 @@ def estimate_comm_time(
     reduce = fewer * sharded(trained, work.reduce_bytes, shard, units)
     if spread.ranks > 1:
         reduce += 2.0 * sharded(trained * owns, work.reduce_bytes, spread, units)
-    each_bytes = work.zero3_gather_bytes if choice.zero == 3 and choice.engine != "fsdp" else work.gather_bytes
+    zero3 = choice.zero == 3 and choice.engine != "fsdp"
+    each_bytes = work.zero3_gather_bytes(moving) if zero3 else work.gather_bytes
     gather = fewer * sharded(trained if choice.zero < 3 else parameters, each_bytes, shard, units)
     reduces = micro_batches if choice.reduce == "per_micro_batch" or choice.engine == "fsdp" else 1
     parts = min(PARTS, max(1.0, trained * work.reduce_bytes / units / PART_BYTES)) * units / UNDER_WAY

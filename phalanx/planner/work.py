@@ -224,13 +224,15 @@ class StepWork(DecoderShape):
         """Tokens of a step."""
         return self.global_batch * self.seq_len
 
-    @cached_property
-    def zero3_gather_bytes(self) -> float:
-        """Bytes that travel for each parameter under ZeRO 3, where FP8 matrices of blocks travel in one."""
+    def zero3_gather_bytes(self, moving: float = 1.0) -> float:
+        """Bytes that travel for each parameter under ZeRO 3, where FP8 matrices of blocks travel in one; of experts the
+        part `moving` travels."""
         if not self.fp8_blocks or self.far_bytes is not None:
             return float(self.gather_bytes)
-        matrices = self.layers * (self.matrix_parameters + self.idle_parameters) / self.parameters()
-        return matrices + (1.0 - matrices) * self.gather_bytes
+        still = self.layers * self.expert_parameters * (1.0 - moving)
+        matrices = self.matrix_parameters - self.hidden * self.router_rows + self.idle_parameters
+        share = (self.layers * matrices - still) / (self.parameters() - still)
+        return share + (1.0 - share) * self.gather_bytes
 
     def attention_shape(self, tensor: int) -> AttentionShape:
         """The attention of one of `tensor` ranks."""

@@ -113,24 +113,61 @@ def test_it_is_in_effect(alone: Outcome, tokens: Path, tmp_path: Path) -> None:
     assert 1e-5 < farthest(wide.losses, alone.losses) < 0.02
 
 
-def test_experts_compute_the_same_on_any_division(tokens: Path, tmp_path: Path) -> None:
-    experts = WIDE | {"model__moe": {"experts": 4, "experts_per_token": 2}, "model__architecture": "mixtral"}
-    experts["model"] = WIDE["model"] | {"dropout": 0.0, "intermediate": 160}
-    whole = walk(1, tmp_path / "whole", tokens, **experts)
-    found = walk(2, tmp_path / "run", tokens, [5, 3], **experts | {"train__micro_batch": 2})
-    assert farthest(found.losses, whole.losses) < 1e-9
-    assert distance(found.state, whole.state, "param") < 1e-9
-    plain = walk(1, tmp_path / "plain", tokens, **experts | {"train__fp8": "none"})
-    assert 1e-5 < farthest(plain.losses, whole.losses) < 0.02
+EXPERTS: dict[str, Any] = WIDE | {
+    "model": WIDE["model"] | {"dropout": 0.0, "intermediate": 160}, "model__architecture": "mixtral",
+    "model__moe": {"experts": 4, "experts_per_token": 2, "balance": "step_before"},
+}  # fmt: skip
+DIVIDED: dict[str, Any] = {"parallel__expert": 2, "balance__experts": [3, 1], "train__micro_batch": 1}
+DIVISIONS: list[tuple[int, list[int], dict[str, Any]]] = [
+    (2, [5, 3], {"train__micro_batch": 2}),
+    (2, [5, 3], DIVIDED | {"balance__experts": [0, 1], "parallel__zero": 3, "memory__activations": "full"}),
+]
+MORE_DIVISIONS: list[tuple[int, list[int], dict[str, Any]]] = [
+    (4, [3, 1, 0, 4], DIVIDED | {"parallel__zero": 3, "memory__activations": "full"}),
+    (3, [1, 4, 3], {"parallel__expert": 3, "parallel__zero": 2, "memory__activations": "selective"}),
+    (4, [5, 3], DIVIDED | {"parallel__context": 2, "parallel__context_by": "ring", "balance__context": [3, 1]}),
+    (4, [5, 3], DIVIDED | {"parallel__pipeline": 2, "train__micro_batch": 2}),
+    (4, [2, 2, 2, 2], DIVIDED | {"parallel__zero": 3, "balance__optimizer_state": [0, 3, 0, 1]}),
+]
 
 
-@pytest.mark.parametrize("dtype", some(["fp64", "bf16"], 1))
-def test_gathers_in_fp8_change_no_bit(dtype: str, tokens: Path, tmp_path: Path) -> None:
-    """ZeRO 3 sends the weights of blocks in a byte an element, ZeRO 2 in the compute type."""
-    changes = WIDE | {"train__dtype": dtype, "train__micro_batch": 2, "optim__clip_norm": None}
-    changes |= {"balance__optimizer_state": [1, 2], "checkpoint__every": 2}
-    kept = walk(2, tmp_path / "zero2", tokens, [5, 3], **changes | {"parallel__zero": 2})
-    found = walk(2, tmp_path / "zero3", tokens, [5, 3], **changes | {"parallel__zero": 3})
+@pytest.fixture(scope="module")
+def one_with_experts(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """One rank, all rows at once, of a mixture of experts."""
+    return walk(1, tmp_path_factory.mktemp("experts"), tokens, **EXPERTS)
+
+
+@pytest.mark.parametrize(("ranks", "shares", "changes"), DIVISIONS + (MORE_DIVISIONS if ALL else []))
+def test_experts_compute_the_same_on_any_division(
+    ranks: int, shares: list[int], changes: dict[str, Any], one_with_experts: Outcome, tokens: Path, tmp_path: Path
+) -> None:
+    found = walk(ranks, tmp_path, tokens, shares, **EXPERTS | changes)
+    assert farthest(found.losses[:1], one_with_experts.losses[:1]) < 1e-12
+    assert farthest(found.losses, one_with_experts.losses) < 1e-9
+    assert farthest(found.norms, one_with_experts.norms) < 1e-9
+    assert distance(found.state, one_with_experts.state, "param") < 1e-9
+
+
+def test_it_is_in_effect_in_experts(one_with_experts: Outcome, tokens: Path, tmp_path: Path) -> None:
+    plain = walk(1, tmp_path, tokens, **EXPERTS | {"train__fp8": "none"})
+    assert 1e-5 < farthest(plain.losses, one_with_experts.losses) < 0.02
+
+
+@pytest.mark.parametrize(("dtype", "divided"), some([("fp64", False), ("bf16", False), ("fp64", True)], 1, 2))
+def test_gathers_in_fp8_change_no_bit(dtype: str, divided: bool, tokens: Path, tmp_path: Path) -> None:
+    """ZeRO 3 sends the weights of blocks in a byte an element, ZeRO 2 in the compute type; of experts that are divided
+    each of two copies sends its part of them, and the scales of tiles that both have a part of agree. Four ranks add up
+    gradients in another order, as buckets differ."""
+    changes = (EXPERTS | DIVIDED if divided else WIDE | {"train__micro_batch": 2}) | {"checkpoint__every": 2}
+    changes |= {"train__dtype": dtype, "train__steps": 3, "optim__decay_steps": 3, "optim__clip_norm": None}
+    changes["balance__optimizer_state"] = [1, 2] * (1 + divided)
+    ranks, shares = (4, [3, 1, 2, 2]) if divided else (2, [5, 3])
+    kept = walk(ranks, tmp_path / "zero2", tokens, shares, **changes | {"parallel__zero": 2})
+    found = walk(ranks, tmp_path / "zero3", tokens, shares, **changes | {"parallel__zero": 3})
+    if divided:
+        assert farthest(found.losses, kept.losses) < 1e-12
+        assert distance(found.state, kept.state, "param") < 1e-12
+        return
     assert found.losses == kept.losses
     assert found.evaluations == kept.evaluations
     assert all(torch.equal(found.state[name], value) for name, value in kept.state.items())

@@ -42,6 +42,8 @@ MORE: list[tuple[int, list[int] | None, dict[str, Any]]] = [
     (2, [4, 4], {"parallel__engine": "fsdp2"}),
     (2, None, {"parallel__pipeline": 2, "parallel__schedule": "zero_bubble", "model__layers": 4}),
     (4, None, {"parallel__tensor": 2, "parallel__pipeline": 2, "train__micro_batch": 4}),
+    (1, None, {"train__micro_batch": 3, "train__compile": True, "memory__activations": "selective"}),
+    (2, [5, 3], {"train__micro_batch": 2, "train__compile": True, "memory__activations": "full"}),
 ]
 
 
@@ -144,13 +146,28 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(alone: Any, tokens: Pat
 
 
 def test_experts_compute_the_same_on_any_division(tokens: Path, tmp_path: Path) -> None:
+    """A stack has one history, of all experts, whichever ranks hold them."""
     experts = {"experts": 4, "experts_per_token": 2, "balance": "step", "balance_weight": 0.5}
     changes = BASE | {"model__architecture": "mixtral", "model__moe": experts}
     whole = walk(1, tmp_path / "whole", tokens, **changes)
-    found = walk(2, tmp_path / "run", tokens, [5, 3], **changes | {"train__micro_batch": 2})
-    assert farthest(found.losses, whole.losses) < 1e-9
-    assert history(tmp_path / "run") == history(tmp_path / "whole")
-    assert clipped(tmp_path / "run") == clipped(tmp_path / "whole")
+    divisions: list[tuple[int, list[int], dict[str, Any]]] = [
+        (2, [5, 3], {"train__micro_batch": 2}),
+        (4, [3, 1, 0, 4], {"parallel__expert": 2, "balance__experts": [3, 1], "train__micro_batch": 1}),
+        (2, [5, 3], {"parallel__expert": 2, "balance__experts": [0, 1], "parallel__zero": 3, "train__micro_batch": 2}),
+        (
+            4,
+            [5, 3],
+            {"parallel__expert": 2, "parallel__context": 2, "parallel__context_by": "ring", "train__micro_batch": 2},
+        ),
+        (2, [5, 3], {"parallel__expert": 2, "train__compile": True, "memory__activations": "full"}),
+    ]
+    for number, (ranks, shares, more) in enumerate(divisions if ALL else divisions[:2]):
+        run = tmp_path / str(number)
+        found = walk(ranks, run, tokens, shares, **changes | more)
+        assert farthest(found.losses, whole.losses) < 1e-9
+        assert distance(found.state, whole.state, "param") < 1e-9
+        assert history(run) == history(tmp_path / "whole")
+        assert clipped(run) == clipped(tmp_path / "whole")
 
 
 def test_the_factor_of_fp16_is_not_in_the_history(tokens: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from phalanx.layout.model_shape import EncoderSpec, LoraSpec, ModelSpec
 from phalanx.models.bert import Bert
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.llama import Llama
+from phalanx.parallel import fp8_delayed
+from phalanx.parallel.activations import recompute
 from phalanx.parallel.parallelize import compile_units, find_compile_problem
 from phalanx.trainer.resolve import resolve_compile
 from tests.helpers import ALL, some
@@ -97,6 +99,42 @@ def test_another_number_of_sequences_compiles_nothing_anew(
         assert (mine.grad is None) == (theirs.grad is None)
         if mine.grad is not None:
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_delayed_scaling_records_in_compiled_code_what_it_does_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Magnitudes, and how many are clipped, bit by bit; each product goes by its own scales in code that blocks
+    share."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    torch._dynamo.reset()
+    compiled, plain = model("llama"), model("llama")
+    for each in (compiled, plain):
+        fp8_delayed.train_in_fp8(each.blocks(), torch.device("cpu"))
+    recompute(compiled.blocks(), selective=False)
+    compile_units(compiled, compiled.blocks(), sizes_change=True)
+    clipped = 0
+    for step in range(3):
+        losses, maxima, counts = [], [], []
+        for each in (compiled, plain):
+            each.zero_grad()
+            scalings = fp8_delayed.find_scalings(each).values()
+            for scaling in scalings:
+                scaling.begin()
+            losses.append(loss(each, 4 + step))
+            ends = [scaling.end() for scaling in scalings]
+            maxima.append(torch.stack([torch.stack([one for one in found if one is not None]) for found, _ in ends]))
+            counts.append([int(count or 0) for _, count in ends])
+            for scaling, scales in zip(scalings, fp8_delayed.find_scales(maxima[-1] / 4, 0), strict=True):
+                scaling.scales = scales
+            with torch.no_grad():
+                loss(each, 3, draws=False)
+        assert torch.equal(*maxima) and maxima[0].shape == (14, 3) and counts[0] == counts[1]
+        assert losses[0] == pytest.approx(losses[1].item(), rel=1e-12)
+        clipped += sum(counts[0])
+        for mine, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None and theirs.grad is not None
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+    assert clipped > 0 and counter.frame_count <= 4
 
 
 def test_a_trial_says_whether_code_can_be_made_for_a_device() -> None:

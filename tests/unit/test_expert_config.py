@@ -10,11 +10,14 @@ from torch._dynamo.testing import CompileCounter
 from phalanx.autotune import measure
 from phalanx.autotune.footprint import make_all_footprints, make_rank_footprint
 from phalanx.autotune.micro_batch import bytes_of_more_rows
+from phalanx.autotune.rank_bytes import find_state_layout, state_items
 from phalanx.config import load
 from phalanx.config.resolve import resolve_autos
 from phalanx.core.errors import ConfigError
 from phalanx.launch.node_session import make_policy
 from phalanx.layout.balance import Speed
+from phalanx.layout.buckets import GRANULE
+from phalanx.layout.memory_model import ON_THEIR_WAY
 from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.models.moe import MoEDecoder
 from phalanx.parallel.parallelize import change_blocks
@@ -45,7 +48,6 @@ def config_of(changes: dict[str, Any], **model: Any) -> Any:
         ({"parallel.shard_degree": 2}, "parallel.shard_degree 2 cannot be combined"),
         ({"parallel.pipeline": 2, "parallel.schedule": "zero_bubble"}, "parallel.schedule zero_bubble cannot be"),
         ({"train.compile": True, "memory.activations": "selective"}, "train.compile true with memory.activations sel"),
-        ({"train.fp8": "block"}, "train.fp8 block cannot be combined"),
         ({"comm.compress": "bf16"}, "comm.compress bf16 cannot be combined"),
         ({"resilience.checksum_every": 5}, "resilience.checksum_every 5, which compares what all ranks hold, cannot"),
     ],
@@ -139,6 +141,21 @@ def test_a_footprint_has_the_experts_of_its_rank() -> None:
         for footprint in (*make_all_footprints(subject, config), make_rank_footprint(subject, config, 0, 0))
     ]
     assert stacks == [4, 1]
+
+
+def test_experts_that_are_gathered_in_fp8_are_counted() -> None:
+    """Two ranks hold each expert: their parts of it travel in a byte an element, as the other matrices do."""
+    keys = {"parallel.expert": 2, "parallel.zero": 3, "train.dtype": "fp32", "train.micro_batch": 2}
+    found = {}
+    for fp8 in ("none", "block"):
+        config = resolve_autos(config_of(keys | {"train.fp8": fp8}), device="cpu", world=4)[0]
+        workload = make_workload(config, read_model_shape(config))
+        layout = find_state_layout(config, torch.device("cpu"), 4)
+        model = make_rank_footprint(workload, config, 0, 0).model
+        found[fp8] = state_items(model, workload.spec, layout, 0)
+    stacks = 3 * 3 * 32 * 44  # of three of the five experts
+    coded = -(-stacks // (2 * GRANULE)) * 2 * GRANULE  # the largest bucket, padded
+    assert found["block"] == found["none"] | {ON_THEIR_WAY: found["none"].get(ON_THEIR_WAY, 0) + 2 * coded}
 
 
 def test_room_is_what_the_experts_that_speeds_give_leave(monkeypatch: pytest.MonkeyPatch) -> None:

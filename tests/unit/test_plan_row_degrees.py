@@ -93,6 +93,16 @@ def test_tensor_ranks_exchange_tokens_that_are_theirs() -> None:
     assert waits[True].exchange_s == pytest.approx(waits[False].exchange_s / 2)
 
 
+def test_gathers_in_fp8_are_of_what_travels() -> None:
+    """Of experts that are on one rank alone nothing is gathered; norms, router and tables are in bf16."""
+    work = replace(MIXTURE, fp8_blocks=True)
+    attention = work.layers * 4 * work.hidden**2
+    small = work.parameters() - attention - work.layers * work.expert_parameters
+    for moving in (1.0, 0.25, 0.0):
+        matrices = attention + moving * work.layers * work.expert_parameters
+        assert work.zero3_gather_bytes(moving) == pytest.approx((matrices + 2 * small) / (matrices + small))
+
+
 def test_state_of_divided_experts_does_not_travel() -> None:
     """Where each expert is on one rank alone, only the rest of the model is reduced and gathered."""
     work = replace(MIXTURE, routed=0.0)  # no tokens, to see the state alone

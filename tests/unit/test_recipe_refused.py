@@ -106,10 +106,6 @@ MALFORMED = [
         GOOD + "balance: {batch: [30, 1]}",
         "balance.batch sums to 31 sequences, but train.glob",
     ),
-    (
-        GOOD + "train: {fp8: delayed, compile: true}",
-        "train.compile true cannot be combined with train.fp8 delayed, whose products record magnitudes",
-    ),
     ("optim: {schedule: cosign}", "optim.schedule must be 'cosine', 'linear', 'constant', 'polynomial', 'wsd' or a f"),
     ("optim: {lr: fast}", "optim.lr must be a number, not 'fast'"),
     ("optim: {lr: true}", "optim.lr is a number, not true or false"),

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, _fsd
 
 from phalanx.api.fsdp.session import current_device
 from phalanx.compat.pickles import list_plain_names, list_sharded_names
+from phalanx.compat.sagemaker.delayed_scaling import KEY
 from phalanx.compat.sagemaker.files import (
     DistributedFileSystemReader,
     check_path_exists,
@@ -61,6 +62,7 @@ def load(
         path_to_file_system(check_path_exists(checkpoint_id), s3_region, s3client_config)
         reader.reset(checkpoint_id)
     coordinator, together = coordinator_in(process_group, coordinator_rank), dist.is_initialized()
+    _leave_out_histories(state_dict, reader)
     if check_keys_matched:
         _check_keys(state_dict, _DistWrapper(process_group, together, coordinator))
     wanted = {
@@ -88,6 +90,20 @@ def load(
             each.load_state_dict(value)
         else:
             state_dict[key] = value
+
+
+def _leave_out_histories(state: dict[str, Any], reader: StorageReader) -> None:
+    """Ask for no history of FP8 products that the checkpoint does not have, since it was saved without; they
+    start empty."""
+    asked = [
+        (part, name, f"{key}.{name}")
+        for key, part in state.items() if isinstance(part, dict)
+        for name in part if isinstance(name, str) and name.rpartition(".")[2] == KEY
+    ]  # fmt: skip
+    known = reader.read_metadata().state_dict_metadata if asked else {}
+    for part, name, full in asked:
+        if full not in known:
+            del part[name]
 
 
 class _Planner(DefaultLoadPlanner):
@@ -244,12 +260,15 @@ def _shard(whole: torch.Tensor, group: dist.ProcessGroup) -> Any:
 
 
 def with_global_coordinator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`coordinator_rank` may be a rank counted over all, where it is none of the group's own numbers."""
+    """`coordinator_rank` may be a rank counted over all, where it is none of the group's own numbers; and histories of
+    FP8 products need not be there to be loaded."""
 
     def call(*args: Any, **options: Any) -> Any:
         group, coordinator = options.get("process_group"), options.get("coordinator_rank", 0)
         if group is not None and coordinator >= group.size():
             options["coordinator_rank"] = coordinator_in(group, coordinator)
+        if isinstance(reader := options.get("storage_reader"), StorageReader):
+            _leave_out_histories(options.get("state_dict", args[0] if args else {}), reader)
         return original(*args, **options)
 
     return call

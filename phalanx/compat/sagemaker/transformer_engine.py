@@ -1,15 +1,18 @@
-"""Transformer Engine's names that scripts use, where it is not installed: FP8 with block scaling (parallel/fp8.py).
+"""Transformer Engine's names that scripts use, where it is not installed.
 
 Inside `fp8_autocast(enabled=True)` the linear layers here, and those of the layers of a transformed model, multiply in
-FP8. The delayed scaling that a script asks for is not used: its history has an entry for each forward pass, so that the
-result would depend on the number of micro-batches.
+FP8: with the delayed scaling that a script asks for (delayed_scaling.py), whose history has an entry for each step here
+and not for each forward pass, so that the result does not depend on the number of micro-batches; or where there is no
+place for a history, with block scaling (parallel/fp8.py).
 """
 
 import contextlib
 import enum
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +22,15 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from phalanx.compat.sagemaker.delayed_scaling import (
+    LayerHistory,
+    attach_history,
+    check_recipe,
+    find_recipe_problem,
+)
 from phalanx.core.errors import ConfigError
 from phalanx.models.layers import Linear as OwnLinear
-from phalanx.parallel.fp8 import choose_linear, find_kernel_problem, replace_linear
+from phalanx.parallel import fp8, fp8_delayed
 
 logger = logging.getLogger("phalanx.sagemaker")
 
@@ -33,18 +42,28 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 GATED = ("geglu", "reglu", "swiglu")
 
 
+@dataclass(frozen=True)
+class _Mode:
+    """Whether linear layers multiply in FP8, and the settings of a DelayedScaling."""
+
+    enabled: bool = False
+    settings: SimpleNamespace | None = None
+
+
 class _Autocast:
-    """Whether linear layers multiply in FP8, of the process, as Transformer Engine's is; and whether each weight last
-    did outside a backward pass: what is computed again in that, by activation checkpointing, multiplies as before."""
+    """The mode of the process, as Transformer Engine's is; and in which one each weight last was outside a backward
+    pass: what is computed again in that, by activation checkpointing, multiplies as before. `newest` refers
+    to the last DelayedScaling that was made."""
 
     def __init__(self) -> None:
-        self.enabled = False
-        self._last = False  # of a weight that is another tensor whenever it is gathered
-        self._by_weight: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+        self.mode = _Mode()
+        self.newest: Callable[[], DelayedScaling | None] = lambda: None
+        self._last = self.mode  # of a weight that is another tensor whenever it is gathered
+        self._by_weight: MutableMapping[Tensor, _Mode] = WeakTensorKeyDictionary()
 
-    def heed(self, weight: Tensor) -> bool:
+    def heed(self, weight: Tensor) -> _Mode:
         if torch._C._current_graph_task_id() == -1:  # no backward pass runs
-            self._last = self._by_weight[weight] = self.enabled
+            self._last = self._by_weight[weight] = self.mode
         return self._by_weight.get(weight, self._last)
 
 
@@ -52,7 +71,8 @@ _autocast = _Autocast()
 
 
 class Format(enum.Enum):
-    """Formats of eight bits: forward and backward the same, or one each. Block scaling uses E4M3 in both."""
+    """Formats of eight bits: forward and backward the same, or one each. Block scaling uses E4M3 in both, delayed
+    scaling HYBRID."""
 
     E4M3 = enum.auto()
     E5M2 = enum.auto()
@@ -60,42 +80,72 @@ class Format(enum.Enum):
 
 
 class DelayedScaling(SimpleNamespace):
-    """Settings for `fp8_autocast`, kept as they are given."""
+    """Settings for `fp8_autocast`, kept as they are given; layers that are made while there is one have a history."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        _autocast.newest = weakref.ref(self)
 
 
 @functools.cache
-def _tell(device: torch.device) -> None:
-    problem = find_kernel_problem(device)
+def _tell(device: torch.device, why: str) -> None:
+    delayed = fp8_delayed if not why else fp8
+    problem = delayed.find_kernel_problem(device)
     how = f"emulated on {device} ({problem})" if problem else f"by the kernel of {device}"
-    logger.warning(
-        "fp8_autocast: FP8 products are scaled by blocks of 128, %s; the recipe's delayed scaling is not used, since "
-        "its result depends on the number of micro-batches",
-        how,
-    )
+    if why:
+        logger.warning("fp8_autocast: FP8 products are scaled by blocks of 128, %s, since %s", how, why)
+    else:
+        logger.warning(
+            "fp8_autocast: FP8 products have delayed scaling with one entry of the history for each step of the "
+            "optimizer, over all ranks, %s; Transformer Engine has one for each forward pass",
+            how,
+        )
 
 
 @contextlib.contextmanager
-def fp8_autocast(enabled: bool = True, **options: Any) -> Iterator[None]:
+def fp8_autocast(enabled: bool = True, *, fp8_recipe: Any = None, **options: Any) -> Iterator[None]:
     """Multiply in FP8 within this block, if `enabled`; the first use logs what differs from Transformer Engine."""
-    before, _autocast.enabled = _autocast.enabled, enabled
+    settings = SimpleNamespace(**vars(fp8_recipe)) if isinstance(fp8_recipe, DelayedScaling) else None
+    before, _autocast.mode = _autocast.mode, _Mode(enabled, settings)
     try:
         yield
     finally:
-        _autocast.enabled = before
+        _autocast.mode = before
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear(x, weight, bias), in FP8 within `fp8_autocast`."""
-    if not _autocast.heed(weight):
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, history: LayerHistory | None = None, product: int = 0
+) -> Tensor:
+    """F.linear(x, weight, bias), in FP8 within `fp8_autocast`; `history`: of the layer, whose product this is."""
+    mode = _autocast.heed(weight)
+    if not mode.enabled:
         return F.linear(x, weight, bias)
-    _tell(x.device)
-    return choose_linear(x.device)(x, weight, bias)
+    why = _find_delayed_problem(mode.settings, history)
+    _tell(x.device, why)
+    if why or history is None or mode.settings is None:
+        return fp8.choose_linear(x.device)(x, weight, bias)
+    check_recipe(history, mode.settings)
+    return history.linear(product, x, weight, bias)
+
+
+def _find_delayed_problem(recipe: SimpleNamespace | None, history: LayerHistory | None) -> str:
+    if recipe is None:
+        return "it got no DelayedScaling"
+    if (problem := find_recipe_problem(recipe)) or history is not None:
+        return problem
+    return (
+        "DelayedScaling was made after the model, into which no checkpoint could then bring the history; make it "
+        "before the model's layers, or before tsm.transform"
+    )
 
 
 def heed_autocast(model: nn.Module, layers: frozenset[type]) -> None:
     """Have the linear layers inside a model's `layers` follow `fp8_autocast`."""
     for layer in [module for module in model.modules() if type(module) in layers]:
-        replace_linear(layer.modules(), multiply)
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                history = attach_history(module, 1, _autocast.newest())
+                fp8.replace_linear([module], functools.partial(multiply, history=history))
 
 
 # They ask for nothing here: sizes to warm up kernels with, a parallel mode without sizes, and when to quantize weights,
@@ -126,8 +176,6 @@ def _made(device: Any, params_dtype: torch.dtype | None) -> dict[str, Any]:
 class Linear(OwnLinear):
     """A linear layer that follows `fp8_autocast`; parameters `weight` and `bias`."""
 
-    multiply = staticmethod(multiply)
-
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *,
         init_method: Callable[[Tensor], Any] | None = None, params_dtype: torch.dtype | None = None, device: Any = None,
@@ -135,14 +183,20 @@ class Linear(OwnLinear):
     ) -> None:  # fmt: skip
         refuse_options("Linear", options)
         super().__init__(in_features, out_features, bias, **_made(device, params_dtype))
-        if init_method is not None:
-            with torch.no_grad():
-                init_method(self.weight)
+        _initialize(self, init_method)
+        self.multiply = functools.partial(multiply, history=attach_history(self, 1, _autocast.newest()))
 
     def forward(self, inp: Tensor, **options: Any) -> Tensor:  # type: ignore[override]
         """inp (..., in) -> (..., out)."""
         refuse_options("Linear", options)
         return self.multiply(inp, self.weight, self.bias)
+
+
+def _initialize(linear: nn.Linear, init_method: Callable[[Tensor], Any] | None) -> nn.Linear:
+    if init_method is not None:
+        with torch.no_grad():
+            init_method(linear.weight)
+    return linear
 
 
 class LayerNorm(nn.LayerNorm):
@@ -177,6 +231,8 @@ def _check_norm(layer: str, normalization: str) -> None:
 class LayerNormLinear(nn.Module):
     """A norm and a linear layer; parameters `layer_norm_weight`, `layer_norm_bias`, `weight` and `bias`."""
 
+    fp8_history: LayerHistory | None
+
     def __init__(
         self, in_features: int, out_features: int, eps: float = 1e-5, bias: bool = True,
         normalization: str = "LayerNorm", *, init_method: Callable[[Tensor], Any] | None = None,
@@ -188,20 +244,21 @@ class LayerNormLinear(nn.Module):
         made = _made(device, params_dtype)
         self.eps = eps
         _add_norm(self, normalization, in_features, made)
-        linear = Linear(
-            in_features, out_features, bias, init_method=init_method, params_dtype=params_dtype, device=device
-        )
+        linear = _initialize(OwnLinear(in_features, out_features, bias, **made), init_method)
         self.weight, self.bias = linear.weight, linear.bias
+        attach_history(self, 1, _autocast.newest())
 
     def forward(self, inp: Tensor, **options: Any) -> Tensor:
         """inp (..., in) -> (..., out)."""
         refuse_options("LayerNormLinear", options)
-        return multiply(_normalize(self, inp), self.weight, self.bias)
+        return multiply(_normalize(self, inp), self.weight, self.bias, history=self.fp8_history)
 
 
 class LayerNormMLP(nn.Module):
     """A norm, a linear layer, an activation and a linear layer; parameters `layer_norm_weight`, `layer_norm_bias`,
     `fc1_weight`, `fc1_bias`, `fc2_weight` and `fc2_bias`. Of a gated activation fc1 has the gate's rows first."""
+
+    fp8_history: LayerHistory | None
 
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, bias: bool = True,
@@ -221,28 +278,28 @@ class LayerNormMLP(nn.Module):
         made = _made(device, params_dtype)
         self.eps, self.activation = eps, activation
         _add_norm(self, normalization, hidden_size, made)
-        kinds: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
         rows = ffn_hidden_size * (2 if activation in GATED else 1)
-        first = Linear(hidden_size, rows, bias, init_method=init_method, **kinds)
-        second = Linear(ffn_hidden_size, hidden_size, bias, init_method=output_layer_init_method, **kinds)
+        first = _initialize(OwnLinear(hidden_size, rows, bias, **made), init_method)
+        second = _initialize(OwnLinear(ffn_hidden_size, hidden_size, bias, **made), output_layer_init_method)
         self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias = (
             first.weight,
             first.bias,
             second.weight,
             second.bias,
         )
+        attach_history(self, 2, _autocast.newest())
 
     def forward(self, inp: Tensor, **options: Any) -> Tensor:
         """inp (..., hidden) -> the same shape."""
         refuse_options("LayerNormMLP", options)
-        inner = multiply(_normalize(self, inp), self.fc1_weight, self.fc1_bias)
+        inner = multiply(_normalize(self, inp), self.fc1_weight, self.fc1_bias, history=self.fp8_history)
         activate = ACTIVATIONS[self.activation]
         if self.activation in GATED:
             gate, up = inner.chunk(2, dim=-1)
             inner = activate(gate) * up
         else:
             inner = activate(inner)
-        return multiply(inner, self.fc2_weight, self.fc2_bias)
+        return multiply(inner, self.fc2_weight, self.fc2_bias, history=self.fp8_history, product=1)
 
 
 def _add_norm(layer: nn.Module, normalization: str, width: int, made: dict[str, Any]) -> None:
