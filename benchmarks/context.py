@@ -3,8 +3,8 @@ travel while others are used.
 
     sudo python3 benchmarks/context.py [--quick] [--json FILE]
 
-- `speeds`: two ranks of speed 3 to 1 (processes with CPU quotas, throttle.py) train rows of 16k, with slices of 3 to 1
-  and with equal ones, beside each rank alone on whole rows.
+- `speeds`: two ranks of speed 3 to 1 (processes with CPU quotas that make them so, throttle.py) train rows of 16k, with
+  slices of 3 to 1 and with equal ones, beside each rank alone on whole rows.
 - `rows`: the longest row of which a forward and backward pass, parameters and gradients stay within 1 GiB a rank, on
   one rank and on four by `ring`: bytes of storages are counted at two lengths, and again at the row that they promise.
 - `ring`: attention of one layer on nodes with links of 400 Mbit/s (links.py), over the slower of computing alone (the
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import links
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
-from benchmarks.mixed_devices import PRELOAD, Place, placed, quotas, rate
+from benchmarks.mixed_devices import PRELOAD, Place, calibrate, placed, rate
 from benchmarks.mixed_devices import Size as SpeedSize
 from phalanx.core.placement import Placement
 from phalanx.elastic.node import agent
@@ -69,12 +69,12 @@ def compare_speeds(size: Size) -> tuple[list[Row], list[Check]]:
     ours: list[float] = []
     even: list[float] = []
     with placed(few, period_s=PERIOD_S) as place:
-        cores = quotas((3, 1))
 
         def run(name: str, cores: Sequence[float], **settings: Any) -> float:
             steps = Place.run(place, name, cores, count, train__global_batch=1, train__micro_batch=1, **settings)
             return rate(steps[size.warm :])
 
+        cores = calibrate((3, 1), lambda rank, part: run(f"first-{rank}-{part:g}", [part], first_rank=rank))
         for turn in range(size.turns):
             each = [run(f"alone-{turn}-{rank}", [part], first_rank=rank) for rank, part in enumerate(cores)]
             alone.append(sum(each))

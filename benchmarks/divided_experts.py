@@ -2,8 +2,8 @@
 
     sudo python3 benchmarks/divided_experts.py [--quick] [--json FILE] [--only speeds|exchange]
 
-- `speeds`: two ranks of speed 3 to 1 (processes with CPU quotas, throttle.py) hold experts of 3 to 1, and equal
-  numbers, beside each rank alone.
+- `speeds`: two ranks of speed 3 to 1 (processes with CPU quotas that make them so, throttle.py) hold experts of 3 to 1,
+  and equal numbers, beside each rank alone.
 - `exchange`: tokens of two nodes with links of 400 and 100 Mbit/s (links.py), beside the time that the slower link
   takes for its bytes alone. Needs root.
 """
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import links
 from benchmarks.harness import Check, Row, at_least, at_most, machine, options, report, result
-from benchmarks.mixed_devices import PRELOAD, Place, placed, quotas, rate
+from benchmarks.mixed_devices import PRELOAD, Place, calibrate, placed, rate
 from benchmarks.mixed_devices import Size as SpeedSize
 from phalanx.core.placement import Placement
 from phalanx.elastic.node import agent
@@ -31,28 +31,30 @@ SPEEDS, MBIT = (3, 1), (400.0, 100.0)
 def compare_speeds(quick: bool) -> tuple[list[Row], list[Check]]:
     """Ranks of speed 3 to 1: experts and rows by speed, and equal numbers, over the sum of what each does alone."""
     width = 64 if quick else 256
-    experts = {"experts": 8, "experts_per_token": 2, "intermediate": 3 * width, "balance": "none"}
-    model = {"architecture": "mixtral", "hidden": width, "layers": 2, "heads": 4, "kv_heads": 2,
-             "intermediate": 3 * width, "vocab_size": 256, "moe": experts}  # fmt: skip
-    turns, steps = (1, 2) if quick else (3, 4)
+    # A router that has not learned to spread its tokens loads ranks at random: corrections alone level it, in the first
+    # steps, and a learning rate of nearly 0 keeps it so.
+    experts = {"experts": 8, "experts_per_token": 2, "intermediate": 3 * width, "balance": "bias", "bias_rate": 0.005}
+    model = {"architecture": "deepseek_v3", "hidden": width, "layers": 2, "heads": 4, "intermediate": 3 * width,
+             "latent": [0, width // 4, width // 8, width // 8], "vocab_size": 256, "moe": experts}  # fmt: skip
+    turns, level, steps = (1, 1, 2) if quick else (3, 20, 6)
     rates: dict[str, list[float]] = {"each alone, their sum": [], "3 to 1": [], "equal": []}
     with placed(SpeedSize(ratios=(SPEEDS,), global_batch=8, seq_len=512, model=model), period_s=PERIOD_S) as place:
-        cores = quotas(SPEEDS)
 
-        def run(name: str, cores: Any, **settings: Any) -> float:
-            return rate(Place.run(place, name, cores, 1 + steps, **settings)[1:])
+        def run(name: str, cores: Any, warm: int, **settings: Any) -> float:
+            return rate(Place.run(place, name, cores, warm + steps, optim__lr=1e-9, **settings)[warm:])
 
+        def alone(name: str, rank: int, part: float) -> float:
+            rows = 2 * SPEEDS[rank]
+            return run(f"{name}-{rank}", [part], 1, first_rank=rank, train__global_batch=rows, train__micro_batch=rows)
+
+        cores = calibrate(SPEEDS, lambda rank, part: alone(f"first-{part:g}", rank, part))
         for turn in range(turns):
-            alone = [
-                run(f"alone-{turn}-{rank}", [part], first_rank=rank, train__global_batch=2 * speed,
-                    train__micro_batch=2 * speed)
-                for rank, (part, speed) in enumerate(zip(cores, SPEEDS, strict=True))
-            ]  # fmt: skip
-            rates["each alone, their sum"].append(sum(alone))
+            each = [alone(f"alone-{turn}", rank, part) for rank, part in enumerate(cores)]
+            rates["each alone, their sum"].append(sum(each))
             shared = {"parallel__expert": 2, "train__micro_batch": 8}
             for name, by_rank, held in (("3 to 1", [6, 2], [6, 2]), ("equal", "even", [4, 4])):
                 of_experts = {"balance__batch": by_rank, "balance__experts": held}
-                rates[name].append(run(f"{name[0]}-{turn}", cores, **shared, **of_experts))
+                rates[name].append(run(f"{name[0]}-{turn}", cores, level, **shared, **of_experts))
     sums = rates["each alone, their sum"]
     parts = {
         name: statistics.median(one / other for one, other in zip(found, sums, strict=True))

@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,16 @@ def quotas(ratio: Sequence[int]) -> list[float]:
     cores = len(os.sched_getaffinity(0))
     unit = min(LOAD * cores / sum(ratio), FASTEST / max(ratio))
     return [unit * part for part in ratio]
+
+
+def calibrate(ratio: Sequence[int], alone: Callable[[int, float], float]) -> list[float]:
+    """Cores for each rank with which ranks are as fast as `ratio` says; `alone(rank, cores)` measures a rank's rate. A
+    small quota gives less than its part of the work: with short periods caches are cold after each stop."""
+    cores = quotas(ratio)
+    for _ in range(2):
+        rates = [alone(rank, part) / speed for rank, (part, speed) in enumerate(zip(cores, ratio, strict=True))]
+        cores = [min(1.0, part * rates[0] / each) for part, each in zip(cores, rates, strict=True)]
+    return cores
 
 
 # --------------------------------------------------------------------------------------------------------------- a run

@@ -19,6 +19,8 @@ from phalanx.system.trace import phase
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Transfers = Sequence[tuple[torch.Tensor, int]]  # tensors and the ranks that they go to or come from
+
 
 @dataclass
 class Traffic:
@@ -78,24 +80,26 @@ class PendingCollective:
 
     def __init__(
         self,
-        work: dist.Work | None,
+        works: Sequence[dist.Work | None],
         traffic: Traffic,
         name: str,
         copy_back: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """`copy_back`: a tensor of a device, and the one on the host that holds its values when the work is done."""
-        self._work, self._traffic, self._name, self._copy_back = work, traffic, name, copy_back
+        self._works, self._traffic, self._name, self._copy_back = works, traffic, name, copy_back
 
     def wait(self) -> None:
-        if self._work is not None:
+        works = [work for work in self._works if work is not None]
+        if works:
             start = time.perf_counter()
             with phase(self._name), self._traffic.report_wait(self._name):
-                self._work.wait()
+                for work in works:
+                    work.wait()
                 if self._copy_back is not None:
                     target, host = self._copy_back
                     target.copy_(host)
             self._traffic.add_wait(time.perf_counter() - start)
-            self._work = self._copy_back = None
+        self._works, self._copy_back = (), None
 
 
 def all_reduce(
@@ -109,7 +113,7 @@ def all_reduce(
     with phase("reduce"):
         sent = _sendable(tensor, group)
         work = dist.all_reduce(sent, op=op, group=group, async_op=True)
-    return _issued(work, traffic, start, "reduce", tensor, sent)
+    return _issued([work], traffic, start, "reduce", tensor, sent)
 
 
 def all_gather(
@@ -120,7 +124,7 @@ def all_gather(
     with phase("gather"):
         gathered = _sendable(output, group, filled=False)
         work = ALL_GATHER(gathered, _sendable(shard, group), group=group, async_op=True)
-    return _issued(work, traffic, start, "gather", output, gathered)
+    return _issued([work], traffic, start, "gather", output, gathered)
 
 
 def reduce_scatter(
@@ -131,7 +135,7 @@ def reduce_scatter(
     with phase("reduce"):
         summed = _sendable(shard, group, filled=False)
         work = REDUCE_SCATTER(summed, _sendable(tensor, group), op=dist.ReduceOp.SUM, group=group, async_op=True)
-    return _issued(work, traffic, start, "reduce", shard, summed)
+    return _issued([work], traffic, start, "reduce", shard, summed)
 
 
 def all_to_all(
@@ -152,8 +156,35 @@ def all_to_all(
     with phase("gather"):
         landed = _sendable(output, group, filled=False)
         leaving = _sendable(tensor, group)
-        work = dist.all_to_all_single(landed, leaving, list(received), list(sent), group=group, async_op=True)
-    return _issued(work, traffic, start, "gather", output, landed)
+        if dist.get_backend(group) == "gloo":
+            works = _exchange(landed.split(list(received)), leaving.split(list(sent)), group)
+        else:
+            works = [dist.all_to_all_single(landed, leaving, list(received), list(sent), group=group, async_op=True)]
+    return _issued(works, traffic, start, "gather", output, landed)
+
+
+def start_transfers(receives: Transfers, sends: Transfers, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start to receive each tensor of a rank of the group, and to send each to one; empty ones are left out.
+
+    All receives are posted first: gloo tells a sender that its receiver is ready by the same connection, behind what it
+    has begun to send, so that a receive after a long send would have the two directions take turns.
+    """
+    begun = [(dist.irecv, each) for each in receives] + [(dist.isend, each) for each in sends]
+    ways = [dist.P2POp(way, part, group=group, group_peer=peer) for way, (part, peer) in begun if part.numel()]
+    return dist.batch_isend_irecv(ways) if ways else []
+
+
+def _exchange(
+    landed: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """All-to-all by transfers, since gloo's own posts the sends first."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    others = [(rank + distance) % world for distance in range(1, world)]
+    works = start_transfers(
+        [(landed[each], each) for each in reversed(others)], [(leaving[each], each) for each in others], group
+    )
+    landed[rank].copy_(leaving[rank])
+    return works
 
 
 def device_for_group(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -187,7 +218,8 @@ def _sendable(tensor: torch.Tensor, group: dist.ProcessGroup, filled: bool = Tru
 
 
 def _issued(
-    work: dist.Work | None, traffic: Traffic, start: float, name: str, target: torch.Tensor, sent: torch.Tensor
-) -> PendingCollective:
+    works: Sequence[dist.Work | None], traffic: Traffic, start: float, name: str, target: torch.Tensor,
+    sent: torch.Tensor,
+) -> PendingCollective:  # fmt: skip
     traffic.add_wait(time.perf_counter() - start)
-    return PendingCollective(work, traffic, name, None if sent is target else (target, sent))
+    return PendingCollective(works, traffic, name, None if sent is target else (target, sent))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.collectives import Traffic, all_reduce
+from phalanx.comm.collectives import Traffic, all_reduce, start_transfers
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -67,11 +67,7 @@ class P2PChannel:
         """Exchange `tensor` with `other`, for one of the same shape and type."""
         mine, theirs = tensor.to(self._via).contiguous(), torch.empty_like(tensor, device=self._via)
         self._traffic.count(mine.nbytes)
-        both = [
-            dist.P2POp(dist.isend, mine, group=self._group, group_peer=other),
-            dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=other),
-        ]
-        for work in dist.batch_isend_irecv(both):
+        for work in start_transfers([(theirs, other)], [(mine, other)], self._group):
             _wait(work, self._traffic)
         return theirs.to(self._device)
 
@@ -125,12 +121,8 @@ def exchange_around(
     if via_host:
         leaving = torch.empty_like(sent, device="cpu", pin_memory=True).copy_(sent)
         landed = torch.empty_like(received, device="cpu", pin_memory=True)
-    both = []
     if sent.numel():
         traffic.count(sent.nbytes)
-        both.append(dist.P2POp(dist.isend, leaving, group=group, group_peer=to))
-    if received.numel():
-        both.append(dist.P2POp(dist.irecv, landed, group=group, group_peer=of))
     traffic.await_turn(leaving)
-    works = dist.batch_isend_irecv(both) if both else []
+    works = start_transfers([(landed, of)], [(leaving, to)], group)
     return PendingExchange(works, traffic, (leaving, landed), (received, landed) if via_host else None)

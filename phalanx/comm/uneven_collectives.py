@@ -73,7 +73,7 @@ class PaddedCollectives:
         self._traffic.count(remote_bytes(tensor, cuts, self._rank))
         everything = tensor.clone()
         work = dist.all_reduce(everything, group=self._group, async_op=True)
-        pending = PendingCollective(work, self._traffic, "reduce")
+        pending = PendingCollective([work], self._traffic, "reduce")
         return _CompletedWith(pending, lambda: into.copy_(everything[cuts[self._rank] : cuts[self._rank + 1]]))
 
     def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingTransfer:
@@ -83,7 +83,8 @@ class PaddedCollectives:
         own = tensor.new_zeros(longest)
         own[: len(ranges[self._rank])] = ranges[self._rank]
         rows = tensor.new_empty(self._world * longest)
-        pending = PendingCollective(ALL_GATHER(rows, own, group=self._group, async_op=True), self._traffic, "gather")
+        work = ALL_GATHER(rows, own, group=self._group, async_op=True)
+        pending = PendingCollective([work], self._traffic, "gather")
 
         def fill() -> None:
             for each, row in zip(ranges, rows.view(self._world, longest), strict=True):
@@ -106,7 +107,7 @@ class DeviceCollectives:
                 work = REDUCE_SCATTER(into, tensor, group=self._group, async_op=True)
             else:
                 work = dist.reduce_scatter(into, _ranges(tensor, cuts), group=self._group, async_op=True)
-        return PendingCollective(work, self._traffic, "reduce")
+        return PendingCollective([work], self._traffic, "reduce")
 
     def all_gather(self, tensor: torch.Tensor, cuts: Sequence[int]) -> PendingTransfer:
         self._traffic.count(remote_bytes(tensor, cuts, self._rank))
@@ -116,7 +117,7 @@ class DeviceCollectives:
                 work = ALL_GATHER(tensor, ranges[self._rank], group=self._group, async_op=True)
             else:
                 work = dist.all_gather(ranges, ranges[self._rank], group=self._group, async_op=True)
-        return PendingCollective(work, self._traffic, "gather")
+        return PendingCollective([work], self._traffic, "gather")
 
 
 class HostStagedCollectives:
