@@ -27,6 +27,7 @@ Tokens without a label count for nothing. With several layers the loss is the me
 the mean of their f_e first, as transformers does.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -121,6 +122,20 @@ class StackAdapter(nn.Module):
         return multiply_groups(multiply_groups(rows, self.lora_a, ends) * self.scale, self.lora_b, ends)
 
 
+def feed_chosen(
+    feed: Callable[[Tensor, Tensor], Tensor], x: Tensor, chosen: Tensor, weights: Tensor, experts: int
+) -> Tensor:
+    """x (T, D), chosen (T, k) int64, weights (T, k) -> (T, D): what the chosen of so many experts give, weighted.
+    `feed` is `Experts.feed`, of all experts."""
+    copies, flat = chosen.shape[1], chosen.flatten()
+    order = flat.argsort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    counts = count_choices(flat, torch.ones_like(flat), experts)
+    rows = feed(sort_rows(x, order, inverse, copies), counts)
+    each = unsort_rows(rows, order, inverse).unflatten(0, (-1, copies))
+    return (each * weights.to(x.dtype)[:, :, None]).sum(1)  # in the order of choice, on any layout
+
+
 class Experts(nn.Module):
     """The gated feed-forward layers of a layer, in two stacks: gate before up (E, 2 F, D), and down (E, D, F).
 
@@ -158,14 +173,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x (T, D), chosen (T, k) int64, weights (T, k) -> (T, D): what the chosen give, weighted."""
-        copies, flat = chosen.shape[1], chosen.flatten()
-        order = flat.argsort(stable=True)
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        counts = count_choices(flat, torch.ones_like(flat), self.experts)
-        rows = sort_rows(x, order, inverse, copies)
-        rows = self.feed(rows, counts) if self.exchange is None else self.exchange(self.feed, rows, counts)
-        each = unsort_rows(rows, order, inverse).unflatten(0, (-1, copies))
-        return (each * weights.to(x.dtype)[:, :, None]).sum(1)  # in the order of choice, on any layout
+        feed = self.feed if self.exchange is None else functools.partial(self.exchange, self.feed)
+        return feed_chosen(feed, x, chosen, weights, self.experts)
 
     def feed(self, rows: Tensor, counts: Tensor) -> Tensor:
         """What the experts held here give for rows (N, D), sorted by expert, `counts` (experts,) int64 of each."""

@@ -123,9 +123,13 @@ def find_divided_experts(block: nn.Module) -> list[Experts]:
     return [module for module in block.modules() if isinstance(module, Experts) and module.exchange is not None]
 
 
-def keep_experts(model: nn.Module, held: dict[str, TensorShard]) -> dict[str, TensorShard]:
-    """Replace stacks of experts by the parts `held`."""
+def keep_experts(
+    model: nn.Module,
+    held: dict[str, TensorShard],
+    take: Callable[[Tensor, TensorShard], nn.Parameter] = copy_shard,
+) -> dict[str, TensorShard]:
+    """Replace stacks of experts by the parts `held`, which `take` makes of whole ones."""
     for name, shard in held.items():
         owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner).register_parameter(leaf, copy_shard(model.get_parameter(name), shard))
+        model.get_submodule(owner).register_parameter(leaf, take(model.get_parameter(name), shard))
     return held

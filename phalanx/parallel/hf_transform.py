@@ -42,6 +42,7 @@ _DROPOUT = ("attention_dropout", "hidden_dropout", "dropout", "attn_pdrop", "emb
 _ATTENTION = (".self_attn", ".self_attention", ".attention", ".attn")  # ends of the names of modules with heads
 _HEAD_COUNTS = {"num_heads", "num_attention_heads"}  # attributes of those that do not ask their tensors
 _TIMEOUT_S = 600.0
+EXPERTS = "expert_parallel"  # attribute of modules whose experts are divided over ranks
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def transform(
     transposed = {name for name, each in model.named_modules() if type(each).__name__ == "Conv1D"}
     sections = _find_sections(kinds, shapes, numbers, transposed)
     held = plan_tensor_shards(shapes, kinds, numbers.kv_heads, axis.size, axis.rank, sections, transposed)
-    arrive = _Rank0Weights(model, device or torch.device("cpu"), dtype) if load_state_dict_from_rank0 else None
+    arrive = Rank0Weights(model, device or torch.device("cpu"), dtype) if load_state_dict_from_rank0 else None
     cut = TensorParallelContext(
         TensorParallelPeers(axis, Traffic()), kv_peers=_sharers(axis, numbers.kv_heads, timeout_s)
     )
@@ -200,7 +201,7 @@ def _sharers(axis: Axis, kv_heads: int, timeout_s: float) -> TensorParallelPeers
     return TensorParallelPeers(split_axis(axis, axis.size // kv_heads, timeout_s), Traffic())
 
 
-class _Rank0Weights:
+class Rank0Weights:
     """The weights that global rank 0 sends to all others, one tensor at a time; no other rank holds all of them."""
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -229,7 +230,7 @@ class _Rank0Weights:
     def receive_rest(self, model: nn.Module) -> None:
         """Receive all other parameters and buffers, which are whole on all ranks."""
         for module in model.modules():
-            known = module.shards if isinstance(module, TENSOR_PARALLEL_MODULES) else {}
+            known = shards_of(module)
             for leaf, each in list(module._parameters.items()):
                 if each is not None and leaf not in known:
                     sent = self._sent(each, self._dtype)
@@ -251,13 +252,17 @@ class _Rank0Weights:
 # --------------------------------------------------------------------------------------- state dicts of the whole model
 
 
+def shards_of(module: nn.Module) -> dict[str, TensorShard]:
+    """What a module of a transformed model holds of its parameters, by name, where it does not hold them whole."""
+    known = isinstance(module, TENSOR_PARALLEL_MODULES) or EXPERTS in vars(module)
+    found: dict[str, TensorShard] = vars(module)["shards"] if known else {}
+    return found
+
+
 def find_tensor_shards(model: nn.Module) -> dict[str, TensorShard]:
-    """The tensor shard of each parameter of a transformed model, by name; others are whole on every rank."""
+    """The shard of each parameter of a transformed model, by name; others are whole on every rank."""
     return {
-        f"{name}.{leaf}": part
-        for name, module in model.named_modules()
-        if isinstance(module, TENSOR_PARALLEL_MODULES)
-        for leaf, part in module.shards.items()
+        f"{name}.{leaf}": part for name, module in model.named_modules() for leaf, part in shards_of(module).items()
     }
 
 

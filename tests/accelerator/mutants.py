@@ -7,6 +7,7 @@ EQUIVALENT, with the reason.
 """
 
 import ast
+import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ WAITING = (
     "comm/collectives.py", "comm/p2p.py", "comm/uneven_collectives.py", "comm/backend.py",
     "comm/comm_thread.py", "checkpoint/memory/store.py", "checkpoint/disk/snapshot.py",
     "workload/*.py", "autotune/*.py", "trainer/*.py", "generate/decode.py", "health/burn_in.py", "tasks/*.py",
-    "models/*.py", "api/**/*.py", "doctor/*.py",
+    "models/*.py", "api/**/*.py", "compat/sagemaker/context.py", "doctor/*.py",
 )  # fmt: skip
 # What waits for other hosts' numbers, and for files: no device is in it.
 HOSTS = {
@@ -67,6 +68,7 @@ TESTS = {
     "checkpoint/memory/store.py": [FREE, f"{ONE}::test_killed_and_resumed_from_memory", BACKGROUND],
     "checkpoint/disk/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
     "api/batch_splitter.py": [f"{HERE}scripts.py::test_batches_are_split_in_a_loop_of_ones_own"],
+    "compat/sagemaker/context.py": [f"{HERE}context.py"],
     "doctor/": [f"{HERE}doctor.py"],
     "models/layers.py": [ENGINE],
     "models/rotary.py": [ENGINE],
@@ -145,6 +147,7 @@ def tests_of(mutant: Mutant) -> list[str]:
 def main() -> int:
     """Run all mutants, or those of files that are named."""
     asked = options(__doc__).parse_args()
+    importlib.import_module("phalanx.compat.sagemaker.context")  # what tests import in their ranks alone
     found = [each for each in mutants(ROOT / "phalanx") if not asked.files or each.file in asked.files]
     unknown = set(EQUIVALENT) - {each.name for each in mutants(ROOT / "phalanx")}
     assert not unknown, f"no such places: {unknown}"

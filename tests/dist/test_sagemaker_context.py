@@ -49,7 +49,7 @@ def pieces(rows: Tensor, rank: int, size: int) -> Tensor:
     return torch.cat((parts[rank], parts[2 * size - 1 - rank]), dim=1)
 
 
-def exact_loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+def exact_loss(logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor:
     """transformers' loss, which rounds to float32."""
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 

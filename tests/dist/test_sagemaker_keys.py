@@ -321,7 +321,7 @@ def refusal(placement: Placement, settings: dict[str, Any], what: str) -> str:
         ({}, "experts", "Net has no experts, so it would have no effect"),
         ({}, "config", "remove it"),
         ({}, "again", "called before with other settings"),
-        ({"expert_parallel_degree": 2}, "", "no expert parallelism"),
+        ({"expert_parallel_degree": 2}, "", "expert_parallel_degree is 2, but no model was transformed"),
         ({"context_parallel_degree": 2}, "", "context_parallel_degree is 2, but no model was transformed"),
         ({}, "wrap", ""),
         ({"sm_activation_offloading": False}, "wrap", ""),

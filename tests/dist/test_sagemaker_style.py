@@ -118,7 +118,7 @@ def save(model, optimizer):
 
 
 def place():
-    return os.path.join(folder, f"tp{tsm.state.tp_rank}")
+    return os.path.join(folder, f"tp{tsm.state.tp_rank}_ep{tsm.state.ep_rank}")
 
 
 def load(model, optimizer):
@@ -178,9 +178,11 @@ def started(folder: Path, kind: str, backend: str, how: str, world: int, setting
             ("llama", "smddp", "sharded", 4, '{"hybrid_shard_degree": 2}'),
             ("mixtral", "nccl", "sharded", 2, "{}"),
             ("neox", "smddp", "sharded", 4, '{"tensor_parallel_degree": 2}'),
+            ("mixtral", "smddp", "sharded", 4, '{"expert_parallel_degree": 2}'),
         ],
         0,
         3,
+        4,
     ),
 )
 def test_it_trains_saves_and_resumes(

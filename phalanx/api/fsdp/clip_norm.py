@@ -1,6 +1,7 @@
-"""Gradient norm and clipping for FSDP with tensor parallelism: gradients are sharded, and tensors are split over
-ranks."""
+"""Gradient norm and clipping for FSDP with tensor or expert parallelism: gradients are sharded, and tensors or experts
+are split over ranks."""
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -17,12 +18,12 @@ from phalanx.core.errors import ConfigError
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Clip the gradient norm in place to at most `max_norm`; returns the norm before, the same on all ranks. `model`
-    may be wrapped in FSDP, alone or within other wrappers; its tensors may be split over ranks. Each element counts
-    once, wherever it is held. Collective.
+    may be wrapped in FSDP, alone or within other wrappers; its tensors or experts may be split over ranks. Each element
+    counts once, wherever it is held. The norm is float32, or float64 for a model that has it. Collective.
     """
     root = _root(model)
     session = current_session()
-    if session is None or session.ranks.tensor == 1:
+    if session is None or session.sliced is None:
         if root is None:
             return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
         return root.clip_grad_norm_(max_norm, norm_type)
@@ -31,8 +32,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     else:
         pairs = list(_sharded(root))
     gradients = [(name, gradient) for name, gradient in pairs if gradient is not None and gradient.numel()]
+    kinds = (each.dtype for each in model.parameters())
+    wide = functools.reduce(torch.promote_types, kinds, torch.float32)
     with torch.no_grad():
-        norm = _norm(gradients, session, _group(root, session), norm_type)
+        norm = _norm(gradients, session, _group(root, session), norm_type).to(wide)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for _, gradient in gradients:
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
@@ -47,7 +50,8 @@ def _root(model: nn.Module) -> FullyShardedDataParallel | None:
 def _group(root: FullyShardedDataParallel | None, session: FsdpSession) -> dist.ProcessGroup:
     """All ranks that hold other elements than this one, or the same ones if they are not sharded."""
     whole = root is None or root.sharding_strategy == ShardingStrategy.NO_SHARD
-    return session.group("tensor" if whole else "whole")
+    assert session.sliced is not None
+    return session.group(session.sliced if whole else "whole")
 
 
 def _sharded(root: FullyShardedDataParallel) -> Iterator[tuple[str, Tensor | None]]:
@@ -72,18 +76,18 @@ def _norm(
 ) -> Tensor:
     device = gradients[0][1].device if gradients else torch.device("cpu")
     if norm_type == math.inf:
-        parts = [gradient.abs().max().float() for _, gradient in gradients]
-        total = torch.stack(parts).max() if parts else torch.zeros((), device=device)
+        parts = [gradient.abs().max().double() for _, gradient in gradients]
+        total = torch.stack(parts).max() if parts else torch.zeros((), device=device, dtype=torch.float64)
         return _over_ranks(total, dist.ReduceOp.MAX, group)
     if not norm_type > 0:
         raise ConfigError(f"norm_type is {norm_type:g}, which is not a norm; give a number above 0, or infinity")
     total = torch.zeros((), device=device, dtype=torch.float64)
     for name, gradient in gradients:
         slice_ = session.shards.get(name)
-        alike = session.ranks.tensor if slice_ is None else slice_.copies
+        alike = session.ranks.slices if slice_ is None else slice_.copies
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total += torch.linalg.vector_norm(gradient, norm_type, dtype=wide).double() ** norm_type / alike
-    return (_over_ranks(total, dist.ReduceOp.SUM, group) ** (1 / norm_type)).float()
+    return _over_ranks(total, dist.ReduceOp.SUM, group) ** (1 / norm_type)
 
 
 def _over_ranks(total: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:

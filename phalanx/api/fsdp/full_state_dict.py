@@ -1,5 +1,5 @@
-"""Full state dicts of FSDP models with tensor parallelism: gathered to whole tensors when saved, and split when
-loaded. (A hook of `parallel.hf_transform` splits the model's own dict.)"""
+"""Full state dicts of FSDP models with tensor or expert parallelism: gathered to whole tensors when saved, and split
+when loaded. (A hook of `parallel.hf_transform` splits the model's own dict.)"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from phalanx.api.fsdp.session import FsdpSession, current_session
+from phalanx.comm.mesh import Axis
 from phalanx.core.errors import ConfigError
 from phalanx.layout.tensor_shards import TensorShard
 from phalanx.parallel.hf_transform import find_tensor_shards, full_state_dict, gather_tensor
@@ -24,7 +25,7 @@ def gather_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: 
     """State-dict hook that runs after FSDP's: gathers the slices of all ranks to whole tensors, in place, on the first
     of these ranks, or with `rank0_only=False` on all; the dicts of the others are emptied. With
     `translate_on_save=False` each rank keeps its slices. Collective over these ranks."""
-    session = _tensor_parallel_session()
+    session = _slicing_session()
     assert isinstance(module, FullyShardedDataParallel)
     if session is None or not module._is_root:
         return
@@ -35,7 +36,7 @@ def gather_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: 
         return  # this rank is not the first that holds these slices
     wrapped = {clean_tensor_name(name): name for name in find_tensor_shards(module)}
     own = {wrapped.get(name, name): tensor for full, tensor in state.items() for name in [full.removeprefix(prefix)]}
-    found = full_state_dict(module, session.axis(), own, everywhere=not config.rank0_only)
+    found = full_state_dict(module, _axis(session), own, everywhere=not config.rank0_only)
     state.clear()
     state.update({prefix + clean_tensor_name(name): tensor for name, tensor in found.items()})
 
@@ -44,22 +45,24 @@ def with_full_optimizer_state(original: Callable[..., dict[str, Any]]) -> Callab
     """Wrap FSDP's optimizer state dict: the full kind has whole tensors on the ranks where the model's has."""
 
     def state_dict(*, model: nn.Module, **options: Any) -> dict[str, Any]:
-        session = _tensor_parallel_session()
+        session = _slicing_session()
         if session is None or not options.get("full_state_dict", True):
             return original(model=model, **options)
         everywhere, root = not options.get("rank0_only", True), _root(model)
         # One of the ranks that hold the same slices must get all of them, not rank 0 alone. FSDP supports such groups
         # only with its original parameters; otherwise all ranks get them.
-        asked = (
-            {"group": options.get("group") or root.process_group} if root._use_orig_params else {"rank0_only": False}
-        )
+        whole = root.sharding_strategy == ShardingStrategy.NO_SHARD
+        group = session.group("data") if whole else root.process_group
+        asked = {"group": options.get("group") or group} if root._use_orig_params else {"rank0_only": False}
         found = original(model=model, **options | asked)
-        if not everywhere and dist.get_rank(root.process_group):
+        if not everywhere and dist.get_rank(group):
             return {}
+        # Without sharding these are the optimizer's own dicts.
+        found = found | {"state": {name: dict(values) for name, values in found["state"].items()}}
         for values, kind, part in list(_iterate_sharded_state(model, found)):
             if tuple(values[kind].shape) == part.local_shape:
-                values[kind] = gather_tensor(values[kind], part, session.axis(), everywhere)
-        return found if everywhere or session.axis().rank == 0 else {}
+                values[kind] = gather_tensor(values[kind], part, _axis(session), everywhere)
+        return found if everywhere or _axis(session).rank == 0 else {}
 
     return state_dict
 
@@ -69,13 +72,13 @@ def with_full_optimizer_load(original: Callable[..., dict[str, Any]]) -> Callabl
     rank 0 has the state."""
 
     def to_load(*, model: nn.Module, optim_state_dict: dict[str, Any], **options: Any) -> dict[str, Any]:
-        session = _tensor_parallel_session()
+        session = _slicing_session()
         if session is None or not options.get("full_state_dict", True):
             return original(model=model, optim_state_dict=optim_state_dict, **options)
         if options.get("rank0_only", False):
             raise ConfigError(
-                "each rank takes its shard from an optimizer's full state dict, because tensor parallelism splits "
-                "the model; load it on all ranks, with FullOptimStateDictConfig(rank0_only=False)"
+                f"each rank takes its shard from an optimizer's full state dict, because {session.sliced} parallelism "
+                "splits the model; load it on all ranks, with FullOptimStateDictConfig(rank0_only=False)"
             )
         state = {name: dict(values) for name, values in optim_state_dict["state"].items()}
         for values, kind, part in _iterate_sharded_state(model, {"state": state}):
@@ -86,10 +89,16 @@ def with_full_optimizer_load(original: Callable[..., dict[str, Any]]) -> Callabl
     return to_load
 
 
-def _tensor_parallel_session() -> FsdpSession | None:
-    """The session, if it uses tensor parallelism."""
+def _slicing_session() -> FsdpSession | None:
+    """The session, if its ranks hold slices of parameters."""
     session = current_session()
-    return session if session is not None and session.ranks.tensor > 1 else None
+    return session if session is not None and session.sliced is not None else None
+
+
+def _axis(session: FsdpSession) -> Axis:
+    """The ranks that hold slices of the same parameters."""
+    assert session.sliced is not None
+    return session.axis(session.sliced)
 
 
 def _root(model: nn.Module) -> Any:

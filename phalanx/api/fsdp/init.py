@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,9 @@ def start_session(session: FsdpSession) -> None:
     if not session.native:
         for kind in ("tensor", "data", "shard", "copy", "whole"):
             session.group(kind)
+    if session.ranks.expert > 1:
+        session.group("expert")
+        session.group("dense")
     if session.ranks.context > 1:
         session.group("context")
     sessions.begin_session(session)
@@ -118,31 +121,49 @@ def transform(
     session = sessions.current_session()
     if session is None:
         raise ConfigError("phalanx.transform shards a model over ranks; call phalanx.init first")
+    return split_model(model, session, cut.transform, load_state_dict_from_rank0, device, dtype)
+
+
+def split_model(
+    model: nn.Module,
+    session: FsdpSession,
+    split: Callable[..., nn.Module],
+    from_rank0: bool,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    """`transform`, where the session's ranks hold slices by `split`, a function like `hf_transform.transform`."""
     session.layers |= _layers(model)
     session.experts |= {type(each) for each in model.modules() if "experts" in dict(each.named_children())}
-    if session.ranks.tensor > 1:
-        _cut(model, session, load_state_dict_from_rank0, device, dtype)
+    if session.sliced is not None:
+        _cut(model, session, split, from_rank0, device, dtype)
     else:
         _cast(model, device, dtype)
-        session.needs_sync |= load_state_dict_from_rank0 and session.ranks.world > 1
+        session.needs_sync |= from_rank0 and session.ranks.world > 1
     session.done.add("transform")
     session.models.append(id(model))
     return model
 
 
 def _cut(
-    model: nn.Module, session: FsdpSession, from_rank0: bool, device: torch.device | None, dtype: torch.dtype | None
+    model: nn.Module,
+    session: FsdpSession,
+    split: Callable[..., nn.Module],
+    from_rank0: bool,
+    device: torch.device | None,
+    dtype: torch.dtype | None,
 ) -> None:
-    """Split a model in place. Ranks that share slices begin with the values of the first of them, or all with
-    those of rank 0."""
-    axis = session.axis()
+    """Split a model's tensors or experts in place. Ranks that share slices begin with the values of the first of them,
+    or all with those of rank 0."""
+    assert session.sliced is not None
+    axis = session.axis(session.sliced)
     if not from_rank0:
         for parameter in model.parameters():
             if not parameter.is_meta:
                 sent = parameter.data.to(device_for_group(axis.group, parameter.device))
                 dist.broadcast(sent, axis.ranks[0], group=axis.group)
                 parameter.data.copy_(sent)
-    cut.transform(model, axis, load_state_dict_from_rank0=from_rank0, device=device, dtype=dtype)
+    split(model, axis, load_state_dict_from_rank0=from_rank0, device=device, dtype=dtype)
     session.shards |= cut.find_tensor_shards(model)
 
 

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from phalanx.api.fsdp.clip_norm import clip_grad_norm_
+from phalanx.api.fsdp.expert_groups import HYBRID, choose_dense_groups, choose_expert_groups, is_divided, wrap_experts
 from phalanx.api.fsdp.full_state_dict import (
     gather_state_dict,
     with_empty_shards,
@@ -32,7 +33,6 @@ from phalanx.api.fsdp.full_state_dict import (
 from phalanx.api.fsdp.session import FsdpSession, check_wrap, current_device, current_session, local_world
 from phalanx.core.errors import ConfigError
 
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 REPLACED = "_phalanx_replaces"
 
 
@@ -73,6 +73,8 @@ class InitThenTie:
 
 
 def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
+    names = tuple(inspect.signature(original).parameters)[4:]
+
     def init(
         self: Any,
         module: nn.Module,
@@ -83,13 +85,14 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
         **options: Any,
     ) -> None:
         session = current_session()
+        options |= dict(zip(names, others, strict=False))
         if session is not None:
             check_wrap(session, options.get("sync_module_states", False))
             process_group, sharding_strategy = choose_fsdp_groups(
                 session, process_group, sharding_strategy, options.get("device_mesh")
             )
             session.done.add("wrap")
-        if len(others) < 7 and not torch.accelerator.is_available():  # device_id is the seventh argument
+        if not torch.accelerator.is_available():
             options["device_id"] = torch.device("cpu")
         if post_param_init_fn is not None:
             given = options.get("param_init_fn")
@@ -97,7 +100,16 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
                 post_param_init_fn(module)
             elif not isinstance(given, InitThenTie):
                 options["param_init_fn"] = InitThenTie(given, post_param_init_fn)
-        original(self, module, process_group, sharding_strategy, *others, **options)
+        if session is not None and session.ranks.expert > 1:
+            wrap_experts(type(self), module, (process_group, sharding_strategy), options)
+            if is_divided(module):
+                process_group, sharding_strategy = choose_expert_groups(session, sharding_strategy)
+        original(self, module, process_group, sharding_strategy, **options)
+        if session is not None and session.ranks.expert > 1:
+            if is_divided(module):  # whose gradients are sums over the tokens of all ranks that divide them
+                self._gradient_postdivide_factor *= session.ranks.expert
+            elif sharding_strategy == ShardingStrategy.NO_SHARD:  # the first with its experts gives its part of a state
+                self.rank = session.group("data").rank()
         self._register_state_dict_hook(gather_state_dict)
 
     return init
@@ -119,8 +131,10 @@ def choose_fsdp_groups(
             f"FSDP was given a {what}, but {session.display_name('shard_degree')} and "
             f"{session.display_name('tensor')} say which ranks it shards over; leave out one of them"
         )
-    if session.degree == 1:
-        chosen: Any = session.group("data") if session.ranks.tensor > 1 else None
+    if session.ranks.expert > 1:
+        chosen, strategy = choose_dense_groups(session, strategy)
+    elif session.degree == 1:
+        chosen = session.group("data") if session.ranks.tensor > 1 else None
         strategy = ShardingStrategy.NO_SHARD
     elif session.degree is None and strategy not in HYBRID:
         chosen = session.group("data")
@@ -160,7 +174,7 @@ def _native(
 def _wrap_clip_grad_norm(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def clip(self: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         session = current_session()
-        if session is None or session.ranks.tensor == 1:
+        if session is None or session.sliced is None:
             return original(self, max_norm, norm_type)
         return clip_grad_norm_(self, max_norm, norm_type)
 
@@ -200,6 +214,11 @@ def _wrap_default_mesh(original: Callable[[], DeviceMesh]) -> Callable[[], Devic
         session = current_session()
         if session is None or session.native:
             return original(*args, **options)
+        if session.ranks.expert > 1:
+            raise ConfigError(
+                f"{session.display_name('expert')} is {session.ranks.expert}, and fully_shard does not know divided "
+                "experts; wrap the model in FullyShardedDataParallel"
+            )
         check_wrap(session, sync=True)
         session.done.add("wrap")
         if "mesh" not in session.groups:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.api.fsdp.rank_layout import RankLayout
+from phalanx.api.fsdp.rank_layout import Groups, RankLayout
 from phalanx.comm import mesh
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
@@ -52,25 +52,21 @@ class FsdpSession:
     requests: Any = None  # the queue of asynchronous saves
 
     def group(self, kind: str) -> dist.ProcessGroup:
-        """This rank's `tensor`, `context`, `data`, `shard`, `copy` or `whole` group; collective on first use."""
+        """This rank's `tensor`, `expert`, `context`, `data`, `shard`, `copy`, `dense` or `whole` group; collective on
+        first use."""
         if kind not in self.groups:
-            lists = {
-                "tensor": self.ranks.tensor_groups,
-                "context": self.ranks.context_groups,
-                "data": self.ranks.data_groups,
-                "shard": self.ranks.shard_groups,
-                "copy": self.ranks.copy_groups,
-                "whole": self.ranks.whole_groups,
-            }[kind]()
-            self.groups[kind] = mesh.make_subgroup(lists)
+            self.groups[kind] = mesh.make_subgroup(self._lists(kind))
         return self.groups[kind]
 
-    def axis(self, kind: str = "tensor") -> mesh.Axis:
-        """The ranks of this rank's group of kind `tensor` or `context`, and its index among them."""
+    def _lists(self, kind: str) -> Groups:
+        found: Groups = getattr(self.ranks, f"{kind}_groups")()
+        return found
+
+    def axis(self, kind: str) -> mesh.Axis:
+        """The ranks of this rank's group of kind `tensor`, `expert` or `context`, and its index among them."""
         name = f"{kind} axis"
         if name not in self.groups:  # created once: models refer to it weakly
-            groups = self.ranks.tensor_groups() if kind == "tensor" else self.ranks.context_groups()
-            ranks = next(each for each in groups if self.rank in each)
+            ranks = next(each for each in self._lists(kind) if self.rank in each)
             self.groups[name] = mesh.Axis(self.group(kind), tuple(ranks), ranks.index(self.rank))
         return self.groups[name]
 
@@ -84,9 +80,14 @@ class FsdpSession:
         return self.names.get(name, name)
 
     @property
+    def sliced(self) -> str | None:
+        """By what ranks hold slices of parameters: `tensor` or `expert`; None where each holds them whole."""
+        return "tensor" if self.ranks.tensor > 1 else "expert" if self.ranks.expert > 1 else None
+
+    @property
     def native(self) -> bool:
         """Whether sharding is left to the script, as without a session."""
-        return self.ranks.tensor == 1 and self.degree is None
+        return self.sliced is None and self.degree is None
 
 
 _CURRENT: ContextVar[FsdpSession | None] = ContextVar("phalanx_session", default=None)
@@ -155,9 +156,9 @@ def check_wrap(session: FsdpSession, sync: bool) -> None:
 
 
 def require_transform(session: FsdpSession) -> None:
-    """Raise ConfigError if tensors should be split, or rows, but no model was transformed."""
-    for kind, degree in (("tensor", session.ranks.tensor), ("context", session.ranks.context)):
-        if degree > 1 and "transform" not in session.done:
+    """Raise ConfigError if tensors should be split, experts or rows, but no model was transformed."""
+    for kind in ("tensor", "expert", "context"):
+        if (degree := getattr(session.ranks, kind)) > 1 and "transform" not in session.done:
             call = session.display_name("transform")
             raise ConfigError(
                 f"{session.display_name(kind)} is {degree}, but no model was transformed, so nothing would be split; "

@@ -173,11 +173,9 @@ def _contradictions(settings: Settings, world: int) -> list[tuple[set[str], str]
             {"context_parallel_degree", "hybrid_shard_degree"},
             f"context_parallel_degree {context} is above hybrid_shard_degree {shard}; give at most that",
         ))  # fmt: skip
-    if experts > 1:
+    if context > 1 and experts > 1:
         found.append((
-            {"expert_parallel_degree"},
-            f"expert_parallel_degree is {experts}, but a transformed model has no expert parallelism, so it would have "
-            "no effect; set it to 1, and shard experts with hybrid_shard_degree, or train with a recipe's "
-            "parallel.expert",
+            {"context_parallel_degree", "expert_parallel_degree"},
+            f"context_parallel_degree {context} and expert_parallel_degree {experts} cannot be combined; set one to 1",
         ))  # fmt: skip
     return found

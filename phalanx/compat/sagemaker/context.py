@@ -79,7 +79,7 @@ def transform_context(model: nn.Module, axis: Axis, by: str) -> nn.Module:
     transformers.AttentionInterface.register(IMPLEMENTATION, _attend)
     config._attn_implementation = IMPLEMENTATION
     model.register_forward_pre_hook(_Positions(shared), with_kwargs=True)
-    cast(Any, model).loss_function = _Loss(shared)
+    cast(Any, model).loss_function = SharedRowsLoss(shared)
     return model
 
 
@@ -131,7 +131,7 @@ class _Positions:
 
 
 @dataclass(frozen=True, eq=False)
-class _Loss:
+class SharedRowsLoss:
     """Cross-entropy of next tokens of whole rows: a rank's is the sum over its positions, over the labels of all ranks
     of the group and times their number, so that the mean over ranks, and of their gradients, is the mean over labels.
 

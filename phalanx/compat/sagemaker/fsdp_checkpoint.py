@@ -113,8 +113,9 @@ def _group(model: Any, given: tuple[Any, ...] | None) -> tuple[dist.ProcessGroup
 
 
 def _place(folder: str | os.PathLike[str]) -> str:
-    """Tensor shards have separate folders."""
+    """Slices of tensors, and of experts, have separate folders."""
     session = current_session()
-    return os.path.join(
-        folder, f"tp{session.ranks.tensor_rank(session.rank)}_ep0" if session is not None else "tp0_ep0"
-    )
+    if session is None:
+        return os.path.join(folder, "tp0_ep0")
+    ranks, rank = session.ranks, session.rank
+    return os.path.join(folder, f"tp{ranks.tensor_rank(rank)}_ep{ranks.expert_rank(rank)}")

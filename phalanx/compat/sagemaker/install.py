@@ -182,7 +182,7 @@ NAMES: dict[str, dict[str, str]] = {
         "format_s3_path": f"{_HERE}.files:format_s3_path",
         "retry_with_jitter": f"{_HERE}.files:retry_with_jitter",
     },
-    "torch.sagemaker.moe.moe_config": {"MoEConfig": f"{_HERE}.transforming:MoEConfig"},
+    "torch.sagemaker.moe.moe_config": {"MoEConfig": f"{_HERE}.moe:MoEConfig"},
     "torch.sagemaker.moe.moe_layer": {"MoELayer": f"{_HERE}.transforming:MoELayer"},
     "torch.sagemaker.context_parallel.utils": {
         "setup_transformer_engine_cp_groups": f"{_HERE}.transforming:setup_transformer_engine_cp_groups",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import set_element, unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
@@ -122,6 +123,14 @@ class _Planner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
+        for name, wanted in self.state_dict.items():
+            saved = getattr(self.metadata.state_dict_metadata.get(name), "size", None)
+            if saved is not None and isinstance(wanted, torch.Tensor | ShardedTensor) and saved != wanted.size():
+                raise CheckpointError(
+                    f"{name} is {tuple(saved)} in the checkpoint and {tuple(wanted.size())} here; read a sharded "
+                    "checkpoint with the tensor and expert parallel degrees that it was saved with, or load a full "
+                    "state dict"
+                )
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
 

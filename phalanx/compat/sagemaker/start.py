@@ -25,6 +25,7 @@ from phalanx.system import accelerator
 NAMES = {
     "tensor": "tensor_parallel_degree",
     "context": "context_parallel_degree",
+    "expert": "expert_parallel_degree",
     "shard_degree": "hybrid_shard_degree",
     "transform": "tsm.transform",
 }
@@ -75,10 +76,11 @@ def is_initialized() -> bool:
 
 
 def _session(settings: config.Settings, rank: int, world: int) -> FsdpSession:
-    tensor, asked = settings["tensor_parallel_degree"], settings["hybrid_shard_degree"]
+    tensor, context, experts = (settings[f"{kind}_parallel_degree"] for kind in ("tensor", "context", "expert"))
+    asked = settings["hybrid_shard_degree"]
     return FsdpSession(
         rank=rank,
-        ranks=RankLayout(world, tensor, asked or world // tensor, settings["context_parallel_degree"]),
+        ranks=RankLayout(world, tensor, asked or world // (tensor * experts), context, experts),
         degree=asked or None,
         offloading=bool(settings["sm_activation_offloading"]),
         horizon=settings["activation_loading_horizon"],
@@ -115,6 +117,11 @@ def check_in_effect(session: FsdpSession) -> None:
         raise ConfigError(
             f"hybrid_shard_degree is {session.degree}, but no model is wrapped in FSDP, so nothing is sharded; wrap "
             "it, or set hybrid_shard_degree to 0"
+        )
+    if session.ranks.expert > 1 and "wrap" not in session.done:
+        raise ConfigError(
+            f"expert_parallel_degree is {session.ranks.expert}, but no model is wrapped in FSDP, so gradients of "
+            "experts and of the rest are not summed over their ranks; wrap it"
         )
     if session.offloading and "offload" not in session.done:
         if "sm_activation_offloading" in session.given:
@@ -202,16 +209,19 @@ class Ranker:
         return self._ranks.shard_groups()
 
     def get_ep_rank(self, rank: int) -> int:
-        return 0
+        return self._ranks.expert_rank(rank)
+
+    def get_ep_size(self) -> int:
+        return self._ranks.expert
 
     def get_ep_groups(self) -> Groups:
-        return [[rank] for rank in range(self._ranks.world)]
+        return self._ranks.expert_groups()
 
 
 def _group(kind: str) -> Callable[[FsdpSession], dist.ProcessGroup | None]:
     """A group of the session; None where FSDP is left as the script has it."""
     return lambda session: (
-        None if session.native or (session.degree == 1 and session.ranks.tensor == 1) else (session.group(kind))
+        None if session.native or (session.degree == 1 and session.sliced is None) else (session.group(kind))
     )
 
 
@@ -228,9 +238,9 @@ _READ: dict[str, Callable[[FsdpSession], Any]] = {
     "tp_rank": lambda session: session.ranks.tensor_rank(session.rank),
     "tp_process_group": _group("tensor"),
     "rep_rank_process_group": _group("whole"),
-    "ep_size": lambda session: 1,
-    "ep_rank": lambda session: 0,
-    "ep_process_group": lambda session: None,
+    "ep_size": lambda session: session.ranks.expert,
+    "ep_rank": lambda session: session.ranks.expert_rank(session.rank),
+    "ep_process_group": lambda session: session.group("expert") if session.ranks.expert > 1 else None,
     "cp_size": lambda session: session.ranks.context,
     "cp_rank": lambda session: session.ranks.context_rank(session.rank),
     "cp_process_group": lambda session: session.group("context") if session.ranks.context > 1 else None,

@@ -2,9 +2,7 @@
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,29 +11,17 @@ from torch import nn
 from phalanx.api.fsdp import init
 from phalanx.api.fsdp.session import current_device, current_session
 from phalanx.compat.sagemaker.context import transform_context
+from phalanx.compat.sagemaker.experts import transform_experts
+from phalanx.compat.sagemaker.moe import MoEConfig, heed_experts
 from phalanx.compat.sagemaker.small import empty_module_params
 from phalanx.compat.sagemaker.transformer_engine import heed_autocast
 from phalanx.core.errors import ConfigError
 from phalanx.models.counter_rng import derive_key
 from phalanx.models.layers import RMSNorm
-from phalanx.parallel.tensor_layers import TENSOR_PARALLEL_MODULES, copy_shard
+from phalanx.parallel import hf_transform
+from phalanx.parallel.tensor_layers import copy_shard
 
 COMMUNICATIONS = {"p2p": "ring", "all_gather": "gather"}  # of context parallelism, by `parallel.context_by`
-
-
-@dataclass
-class MoEConfig:
-    """Settings of experts. Each rank here computes all of them, by the model's own code: see `_heed`. Weights begin
-    where the model has them, so `use_cpu_initialization` asks for nothing."""
-
-    smp_moe: bool = True
-    random_seed: int = 12345
-    moe_load_balancing: str = "sinkhorn"
-    global_token_shuffle: bool = False
-    moe_all_to_all_dispatcher: bool = True
-    moe_aux_loss_coeff: float = 0.001
-    moe_z_loss_coeff: float = 0.001
-    use_cpu_initialization: bool = False
 
 
 def transform(
@@ -46,8 +32,9 @@ def transform(
     load_state_dict_from_rank0: bool = False,
     cp_comm_type: str = "p2p",
 ) -> nn.Module:
-    """Divide a model's tensors over the ranks of a tensor parallel group, and its rows over those of a context parallel
-    one, in place; gives the model back, to be wrapped in FSDP. It keeps its classes, its names and its weights.
+    """Divide a model's tensors over the ranks of a tensor parallel group, its experts over those of an expert parallel
+    one, and its rows over those of a context parallel one, in place; gives the model back, to be wrapped in FSDP. It
+    keeps its classes, its names and its weights.
 
     With context_parallel_degree N the script gives the model pieces r and 2 N - 1 - r of the 2 N of each row, r being
     `tsm.state.cp_rank`, and the same pieces of unshifted labels. The loss that the model returns is a rank's part times
@@ -55,89 +42,23 @@ def transform(
     once.
 
     A model with a parameter on the meta device stays there, whatever `device` says. `load_state_dict_from_rank0`: rank
-    0's weights count, and FSDP must have sync_module_states=True. Collective. Raises ConfigError before `tsm.init`, for
-    a configuration of experts, and for a model that cannot be divided.
+    0's weights count, and FSDP must have sync_module_states=True. Collective. Raises ConfigError before `tsm.init`, and
+    for a configuration or a model that cannot be divided.
     """
-    if current_session() is None:
+    session = current_session()
+    if session is None:
         raise ConfigError("tsm.transform shards a model over ranks; call tsm.init() first")
     if cp_comm_type not in COMMUNICATIONS:
         raise ConfigError(f"cp_comm_type is {cp_comm_type!r}; give {' or '.join(map(repr, COMMUNICATIONS))}")
-    if isinstance(config, MoEConfig):
-        _heed(config, model)
-    elif config:
+    if config and not isinstance(config, MoEConfig):
         raise ConfigError(f"tsm.transform got config={config!r}, which is not supported; remove it")
-    model = init.transform(model, load_state_dict_from_rank0=load_state_dict_from_rank0, device=device, dtype=dtype)
-    session = current_session()
-    assert session is not None
+    heed_experts(config if isinstance(config, MoEConfig) else None, model)
+    split = transform_experts if session.sliced == "expert" else hf_transform.transform
+    model = init.split_model(model, session, split, load_state_dict_from_rank0, device, dtype)
     if session.ranks.context > 1:
         transform_context(model, session.axis("context"), COMMUNICATIONS[cp_comm_type])
     heed_autocast(model, session.layers)
     return model
-
-
-def _heed(experts: MoEConfig, model: nn.Module) -> None:
-    """Put into effect what can be with experts that are not divided over ranks: transformers' own balancing by an
-    auxiliary loss. What a MoEConfig has by default is left to the model's code, with a warning.
-
-    Raises ConfigError for a model without experts, and for what is not the default and would have no effect.
-    """
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "num_local_experts", None) is None:
-        raise ConfigError(
-            f"tsm.transform got a MoEConfig, but {type(model).__name__} has no experts, so it would have no effect; "
-            "leave out config"
-        )
-    if not experts.smp_moe:
-        return
-    defaults, balancing = MoEConfig(), experts.moe_load_balancing
-    without_effect = ["global_token_shuffle", "moe_all_to_all_dispatcher", "moe_z_loss_coeff"]
-    without_effect += [] if balancing == "aux_loss" else ["moe_aux_loss_coeff"]
-    for name in without_effect:
-        value = getattr(experts, name)
-        if value != getattr(defaults, name) and (value or name == "moe_all_to_all_dispatcher"):
-            raise ConfigError(
-                f"MoEConfig has {name}={value!r}, which has no effect: experts are the model's own code and "
-                f"moe_load_balancing is {balancing!r}; remove it"
-            )
-    if experts.random_seed != defaults.random_seed:
-        _seed(experts.random_seed)
-    match balancing:
-        case "aux_loss":
-            config.output_router_logits = True
-            config.router_aux_loss_coef = vars(model)["router_aux_loss_coef"] = experts.moe_aux_loss_coeff
-        case "none":
-            config.output_router_logits = False
-        case "sinkhorn":
-            _warn(
-                "MoEConfig balances experts with sinkhorn, which is not supported: the model's own code routes "
-                'tokens; moe_load_balancing="aux_loss" adds an auxiliary loss that balances them'
-            )
-        case other:
-            raise ConfigError(
-                f"MoEConfig has moe_load_balancing={other!r}, which is not supported; use 'aux_loss' or 'none'"
-            )
-    if experts.moe_z_loss_coeff:
-        _warn(
-            f"MoEConfig has moe_z_loss_coeff={experts.moe_z_loss_coeff:g} by default, but this router loss is not "
-            "supported; set it to 0"
-        )
-
-
-def _seed(seed: int) -> None:
-    """Delayed initialisation draws by this seed. Raises ConfigError where `tsm.init` has set another."""
-    session = current_session()
-    assert session is not None
-    if session.seed not in (None, seed):
-        raise ConfigError(
-            f"MoEConfig has random_seed={seed}, and tsm.init was given random_seed={session.seed}; use one of them"
-        )
-    session.seed = seed
-
-
-def _warn(sentence: str) -> None:
-    session = current_session()
-    if session is not None and session.rank == 0:
-        warnings.warn(sentence, stacklevel=4)
 
 
 def setup_transformer_engine_cp_groups(*args: Any, **options: Any) -> None:
@@ -282,7 +203,7 @@ class DelayedParamIniter:
             return
         host = torch.device("cpu")
         empty_module_params(module, host)
-        slices = module.shards if isinstance(module, TENSOR_PARALLEL_MODULES) else {}
+        slices = hf_transform.shards_of(module)
         for name, part in slices.items():  # what is drawn is the whole, so that slices are those of one model
             old = module.get_parameter(name)
             module._parameters[name] = nn.Parameter(torch.empty(part.shape, dtype=old.dtype), old.requires_grad)

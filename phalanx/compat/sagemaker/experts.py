@@ -1,0 +1,102 @@
+"""Expert parallelism for models of transformers, in place, by the exchange of parallel/experts.py.
+
+Each rank keeps equal parts of the stacks of experts of each layer. The model's code is unchanged: it chooses experts as
+before, and its experts compute by transformers' own registry of expert functions.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.comm.collectives import Traffic
+from phalanx.comm.mesh import Axis
+from phalanx.core.errors import ConfigError
+from phalanx.layout.tensor_shards import plan_expert_shards
+from phalanx.models.grouped_mm import multiply_groups
+from phalanx.models.moe import feed_chosen
+from phalanx.parallel.experts import ExpertParallel, keep_experts
+from phalanx.parallel.hf_transform import EXPERTS, Rank0Weights, shard_state_dict
+
+# Models whose experts are gated, in stacks gate_up_proj (E, 2 F, D), gate before up, and down_proj (E, D, F).
+MODELS = ("MixtralForCausalLM",)
+IMPLEMENTATION = "phalanx_experts"  # in transformers' registry
+
+
+def transform_experts(
+    model: nn.Module,
+    axis: Axis,
+    *,
+    load_state_dict_from_rank0: bool = False,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Divide the experts of a model of transformers over the ranks of `axis`, in place, and return it. Collective.
+
+    Arguments are those of `hf_transform.transform`. A gradient of an expert is the sum over the tokens of all ranks
+    of the axis, and other gradients are of this rank's. Raises ConfigError for unknown models, for a number of experts
+    that does not divide, and for noise in the router, which depends on how rows are divided.
+    """
+    from transformers.integrations.moe import ExpertsInterface
+
+    check_experts(model, axis.size)
+    config: Any = cast(Any, model).config
+    counts = (config.num_local_experts // axis.size,) * axis.size
+    parallel = ExpertParallel(axis, Traffic(), counts)
+    held = plan_expert_shards({name: tuple(each.shape) for name, each in model.named_parameters()}, counts, axis.rank)
+    if load_state_dict_from_rank0:
+        arrive = Rank0Weights(model, device or torch.device("cpu"), dtype)
+        keep_experts(model, held, arrive.receive_shard)
+    else:
+        keep_experts(model, held)
+    for name, shard in held.items():
+        module, _, leaf = name.rpartition(".")
+        owner = vars(model.get_submodule(module))
+        owner[EXPERTS] = parallel
+        owner.setdefault("shards", {})[leaf] = shard
+    if load_state_dict_from_rank0:
+        arrive.receive_rest(model)
+    ExpertsInterface.register(IMPLEMENTATION, _compute)
+    config._experts_implementation = IMPLEMENTATION
+    for parameter in model.parameters():  # not buffers: rotary frequencies keep their precision
+        parameter.data = parameter.data.to(dtype=dtype)
+    model.register_load_state_dict_pre_hook(shard_state_dict)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    return model if on_meta or device is None else model.to(device=device)
+
+
+def check_experts(model: nn.Module, size: int) -> None:
+    """Raise ConfigError for a model whose experts cannot be divided over so many ranks."""
+    over = f"expert parallelism over {size} ranks"
+    if not any(each.__name__ in MODELS for each in type(model).__mro__):
+        raise ConfigError(
+            f"expert parallelism does not know {type(model).__name__}; it knows transformers' {', '.join(MODELS)}, so "
+            "transform one of them, or do not use expert parallelism"
+        )
+    config: Any = cast(Any, model).config
+    if config.num_local_experts % size:
+        raise ConfigError(f"{over} must divide the {config.num_local_experts} experts of a layer; choose a divisor")
+    if config.router_jitter_noise:
+        raise ConfigError(
+            f"{over} has no noise in the router, and router_jitter_noise is {config.router_jitter_noise:g}; set it to "
+            "0 in the model's config"
+        )
+
+
+def _compute(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """transformers' interface of experts: (T, D), (T, k) each -> (T, D)."""
+    parallel: ExpertParallel = vars(experts)[EXPERTS]
+    module: Any = experts
+    device = hidden_states.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else module.down_proj.dtype
+
+    def feed(rows: Tensor, counts: Tensor) -> Tensor:
+        ends = counts.cumsum(0)
+        gate, up = multiply_groups(rows, module.gate_up_proj.to(kind), ends).chunk(2, dim=-1)
+        return multiply_groups(module.act_fn(gate) * up, module.down_proj.to(kind), ends)
+
+    def exchange(rows: Tensor, counts: Tensor) -> Tensor:
+        return parallel.run(feed, rows, counts)
+
+    out = feed_chosen(exchange, hidden_states.to(kind), top_k_index, top_k_weights, sum(parallel.counts))
+    return out.to(hidden_states.dtype)
