@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -41,6 +42,18 @@ os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 TESTS = Path(__file__).resolve().parent
 LONG = ("test_docs.py", "accelerator", "numerics", "dist", "gpu")  # what takes long, in this order
 WAITS = "cluster"  # what waits more than it computes
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Workers are forked, as their zygotes are: else each of them would import torch."""
+    from tests.warm_shell import python_of_workers
+
+    with contextlib.ExitStack() as stack:
+        python = stack.enter_context(python_of_workers())
+        config.add_cleanup(stack.pop_all().close)
+    for spec in specs:
+        spec.python = str(python)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # `make test-all` sets it: curves at their full length, and all of what `make test` samples.
 ALL = "PHALANX_TEST_ALL" in os.environ
 START_S = 120  # what the zygote gets to import torch on a busy machine
+# The last is the Python that starts zygotes: in workers of `make test` it forks them (tests/warm_shell.py).
+zygote_python = [sys.executable]
 
 
 def cover(*factors: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -142,7 +144,7 @@ def _zygote() -> subprocess.Popen[str]:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     with errors:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.zygote", str(os.getpid()), errors.name],
+            [zygote_python[-1], "-m", "tests.zygote", str(os.getpid()), errors.name],
             cwd=ROOT,
             env=os.environ | threads,
             stdin=subprocess.PIPE,

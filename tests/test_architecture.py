@@ -2,19 +2,20 @@
 reader can check."""
 
 import ast
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
-from tests.helpers import ROOT
+import phalanx
+from phalanx.core.placement import Placement
+from tests.helpers import ROOT, run_ranks
 
 PACKAGE = ROOT / "phalanx"
 
@@ -190,14 +191,40 @@ def unit_of(module: str) -> str:
     return (module.split(".") + ["phalanx"])[1] if "." in module else "phalanx"
 
 
+def for_each_module(check: Callable[[str], None]) -> Callable[[], None]:
+    """A test that names every module in which a check fails: one for each would take a minute, mostly pytest's."""
+
+    def test() -> None:
+        failures = {}
+        for module in MODULES:
+            try:
+                check(module)
+            except AssertionError as error:
+                failures[module] = str(error)
+        assert failures == {}
+
+    test.__doc__ = check.__doc__
+    return test
+
+
 @cache
 def tree_of(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
-def imports_of(module: str) -> Iterator[str]:
+@cache
+def nodes_of(module: str) -> list[ast.AST]:
+    return list(ast.walk(tree_of(module)))
+
+
+@cache
+def imports_of(module: str) -> list[str]:
     """Dotted names of everything a module imports anywhere in it, relative to nothing."""
-    for node in ast.walk(tree_of(module)):
+    return list(_imports(module))
+
+
+def _imports(module: str) -> Iterator[str]:
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -207,15 +234,21 @@ def imports_of(module: str) -> Iterator[str]:
                 yield inner if inner in MODULES else str(node.module)
 
 
-def calls_of(module: str) -> Iterator[tuple[str, int]]:
+@cache
+def calls_of(module: str) -> list[tuple[str, int]]:
     """(dotted name of what is called, line) of every call that is written as a name.
 
     One that unpickles nothing but tensors says so behind its name.
     """
-    for node in ast.walk(tree_of(module)):
-        if isinstance(node, ast.Call):
-            safe = any(ast.unparse(keyword) == "weights_only=True" for keyword in node.keywords)
-            yield ast.unparse(node.func) + "(weights_only=True)" * safe, node.lineno
+    return [
+        (ast.unparse(node.func) + "(weights_only=True)" * any(map(_is_safe, node.keywords)), node.lineno)
+        for node in nodes_of(module)
+        if isinstance(node, ast.Call)
+    ]
+
+
+def _is_safe(keyword: ast.keyword) -> bool:
+    return keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True"
 
 
 # --------------------------------------------------------------------------------------------------------- import table
@@ -254,7 +287,7 @@ def test_the_root_has_no_loose_module() -> None:
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
 
 
-@pytest.mark.parametrize("module", MODULES)
+@for_each_module
 def test_imports_as_they_are_written(module: str) -> None:
     unit = unit_of(module)
     for name in imports_of(module):
@@ -423,19 +456,16 @@ def _size(node: ast.ClassDef) -> tuple[int, int]:
     return len(attributes), len(methods)
 
 
+def import_all(placement: Placement) -> list[bool]:
+    """Whether names of the package that modules have as well are functions once all modules are imported."""
+    for name in MODULES:
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
+    return [callable(getattr(phalanx, name)) for name in ("train", "plan", "shard", "init")]
+
+
 def test_functions_of_the_package_stay_functions_whatever_is_imported() -> None:
-    script = (
-        "import importlib, json, sys\n"
-        "for name in json.loads(sys.argv[1]):\n"
-        "    importlib.import_module(name)\n"
-        "import phalanx\n"
-        "print(callable(phalanx.train), callable(phalanx.plan), callable(phalanx.shard), callable(phalanx.init))\n"
-    )
-    names = [name for name in MODULES if not name.endswith("__main__")]
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(names)], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert done.stdout.split() == ["True"] * 4, done.stderr
+    assert run_ranks(import_all, 1) == [[True] * 4]
 
 
 # --------------------------------------------------------------------------------------------------------------- habits
@@ -449,7 +479,7 @@ def test_package_init_files_are_empty() -> None:
             assert path.read_text() == "", path
 
 
-@pytest.mark.parametrize("module", MODULES)
+@for_each_module
 def test_a_module_says_what_it_is(module: str) -> None:
     text = MODULES[module].read_text(encoding="utf-8")
     if text:
@@ -468,13 +498,13 @@ def _constants(node: ast.AST) -> set[object]:
     return {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
 
 
-@pytest.mark.parametrize("module", MODULES)
+@for_each_module
 def test_only_the_families_of_models_know_architectures_by_name(module: str) -> None:
     """A comparison, a table or a `match` by the name of an architecture belongs into its ModelFamily."""
     if module.startswith("phalanx.models.families.") or module == "phalanx.compat.hetseq_command_line":
         return  # the latter: a task of HetSeq's has the name of one
     names, classes = _family_names()
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(module):
         where = f"{module}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Compare | ast.MatchValue):
             assert not names & _constants(node), f"{where} compares with {names & _constants(node)}"
@@ -488,12 +518,12 @@ def test_only_the_families_of_models_know_architectures_by_name(module: str) -> 
             assert not classes & asked, f"{where} asks for {classes & asked}"
 
 
-@pytest.mark.parametrize("module", MODULES)
+@for_each_module
 def test_only_the_tables_of_optimizers_know_them_by_name(module: str) -> None:
     """A new one is a record of `OPTIMIZERS`, a class, and its line in `optim/make_rule.py`."""
     from phalanx.config.optimizers import OPTIMIZERS
 
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.Compare) and module != "phalanx.optim.torch_optimizers":  # how torch's classes differ
             named = _constants(node) & OPTIMIZERS.keys()
             assert not named, f"{module}:{node.lineno} compares {named}: ask the record in OPTIMIZERS"
@@ -501,9 +531,7 @@ def test_only_the_tables_of_optimizers_know_them_by_name(module: str) -> None:
 
 def test_a_recipe_is_changed_by_keys_that_are_checked() -> None:
     """pydantic's model_copy accepts a key that no section has, silently: `update_config` does not."""
-    assert [
-        name for name in MODULES for node in ast.walk(tree_of(name)) if getattr(node, "attr", "") == "model_copy"
-    ] == []
+    assert [name for name in MODULES for node in nodes_of(name) if getattr(node, "attr", "") == "model_copy"] == []
 
 
 # A recipe is resolved in one direction, by what launches a run, what tries one, and what its ranks agree on when they
@@ -582,11 +610,13 @@ KNOWS_SLURM = (
 )
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(KNOWS_SLURM)])
+@for_each_module
 def test_no_scheduler_is_known_by_name(module: str) -> None:
     """Sentences may speak of Slurm, code may not: it asks the scheduler that the run folder names."""
+    if module.startswith(KNOWS_SLURM) or "slurm" not in MODULES[module].read_text(encoding="utf-8").lower():
+        return
     guilty = []
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(module):
         said = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
         names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "asname", "module")]
         words = [name for name in names if isinstance(name, str)] + ([said] if re.fullmatch(r"[\w.-]+", said) else [])
@@ -609,7 +639,7 @@ BY_A_LIST = {
 }
 
 
-@pytest.mark.parametrize("module", MODULES)
+@for_each_module
 def test_nothing_read_from_disk_or_network_can_run(module: str) -> None:
     allowed = BY_A_LIST.get(module, set())
     assert not (FORBIDDEN_MODULES - allowed) & {name.split(".")[0] for name in imports_of(module)}
@@ -628,9 +658,9 @@ def test_nothing_read_from_disk_or_network_can_run(module: str) -> None:
     assert "allow_pickle=True" not in text and "weights_only=False" not in text and "trust_remote_code" not in text
 
 
-@pytest.mark.parametrize("module", MODULES)
+@for_each_module
 def test_no_hidden_state_and_no_loose_ends(module: str) -> None:
-    for node in ast.walk(tree_of(module)):
+    for node in nodes_of(module):
         assert not isinstance(node, ast.Global), f"{module}:{node.lineno} has a global statement"
         if isinstance(node, ast.ExceptHandler):
             # Nothing is swallowed: a handler that does nothing at all hides what happened.
@@ -643,7 +673,7 @@ def test_no_hidden_state_and_no_loose_ends(module: str) -> None:
     assert not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", text), module
 
 
-@pytest.mark.parametrize("module", MODULES)
+@for_each_module
 def test_importing_does_no_work(module: str) -> None:
     """At a module's top there are definitions, constants and imports: no loop, no condition, no bare call."""
     allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
@@ -659,7 +689,11 @@ def test_importing_does_no_work(module: str) -> None:
 
 
 def test_the_process_environment_is_read_in_few_places() -> None:
-    readers = {name for name in MODULES if any("os.environ" in ast.unparse(node) for node in _attributes(name))}
+    readers = {
+        name
+        for name in MODULES
+        if any(getattr(node, "attr", "") == "environ" and ast.unparse(node) == "os.environ" for node in nodes_of(name))
+    }
     commands = {
         "phalanx.cli.main",
         "phalanx.cli.demo",  # which hides accelerators from what it starts
@@ -676,10 +710,6 @@ def test_the_process_environment_is_read_in_few_places() -> None:
     scripts = {"phalanx.api.model_checks", "phalanx.api.fsdp.session", "phalanx.compat.run"}
     scripts |= {"phalanx.compat.sagemaker.start", "phalanx.compat.sagemaker.command"}
     assert readers <= {*commands, *scripts}
-
-
-def _attributes(module: str) -> Iterator[ast.Attribute]:
-    return (node for node in ast.walk(tree_of(module)) if isinstance(node, ast.Attribute))
 
 
 def test_only_what_faces_the_user_prints() -> None:

@@ -1,8 +1,9 @@
-"""Commands of `phalanx` that are forked from a process that has imported everything: none starts Python anew.
+"""Commands that are forked from a process that has imported everything: none starts Python anew.
 
-`run_script` is for one rank of the harness. It puts a small client named `phalanx` before all else on the path of a
-shell script; the client hands its words, folder, environment and descriptors over, passes signals on, and leaves with
-the exit code that it gets. `serve` is for clients in namespaces of their own, in which their commands then run.
+A small client hands its words, folder, environment and descriptors over, passes signals on, and leaves with the exit
+code that it gets. `run_script` is for one rank of the harness: it puts a client named `phalanx` before all else on the
+path of a shell script. `serve` is for clients in namespaces of their own, in which their commands then run.
+`serve_workers` is for the workers of pytest-xdist, and for their zygotes.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import ctypes
 import json
 import os
 import platform
+import runpy
 import select
 import signal
 import socket
@@ -17,13 +19,15 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from phalanx.core.placement import Placement
 from phalanx.provision.namespaces import _group_root
-from phalanx.system.fork import fork
+from phalanx.system.fork import die_with, fork
+from tests import helpers, zygote
+from tests.helpers import ROOT, START_S, wait_until
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPWR)  # that clients pass on
 SPACES = ("net", "ipc", "uts", "time", "pid", "mnt")
@@ -53,6 +57,8 @@ sys.executable, sys.argv = __file__, ["phalanx", *sys.argv[3:]]
 runpy.run_module("phalanx", run_name="__main__", alter_sys=True)
 """
 )
+# A Python for pytest's workers and their zygotes, which end with whoever has started them.
+WORKER = "#!{python} -SE\nimport ctypes\nctypes.CDLL(None).prctl(1, 9, 0, 0, 0)" + CALL + "call(sys.argv[1:])\n"
 
 
 def write_client(path: Path, text: str, address: str) -> None:
@@ -96,7 +102,49 @@ def serve(placement: Placement, address: str) -> None:
         _serve(listener, ending.fileno(), inside=True)
 
 
-def _serve(listener: socket.socket, over: int, inside: bool) -> None:
+@contextlib.contextmanager
+def python_of_workers() -> Iterator[Path]:
+    """A Python whose processes are forked from one that has imported what ranks and most tests need."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-workers-") as place:
+        python = Path(place, "python")
+        words = [sys.executable, "-m", "tests.warm_shell", str(os.getpid()), str(python)]
+        with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE) as parent:
+            wait_until(lambda: python.exists() or parent.poll() is not None, START_S)
+            assert parent.poll() is None, f"the parent of the workers ended with exit code {parent.returncode}"
+            yield python
+
+
+def serve_workers(python: str) -> None:
+    """Run what the Python of workers is asked for, until standard input ends and nothing runs any more."""
+    zygote.warm_up()
+    helpers.zygote_python.append(python)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{python}.socket")
+        listener.listen()
+        write_client(Path(f"{python}.new"), WORKER, f"{python}.socket")
+        os.rename(f"{python}.new", python)  # who sees it can call
+        _serve(listener, sys.stdin.fileno(), inside=False, run=_run_python)
+
+
+def _run_python(words: list[str]) -> None:
+    """What `python -m module` and `python -u -c code` do, of which pytest needs no more."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    option, code, *rest = words[words[0] == "-u" :]
+    sys.argv = [option, *rest]
+    if option == "-m":
+        runpy.run_module(code, run_name="__main__")
+    else:
+        exec(code, {"__name__": "__main__"})  # noqa: S102
+
+
+def _run_phalanx(words: list[str]) -> None:
+    from phalanx.cli import root
+
+    sys.argv = ["phalanx", *words]
+    root.main()
+
+
+def _serve(listener: socket.socket, over: int, inside: bool, run: Callable[[list[str]], None] = _run_phalanx) -> None:
     """Run what clients ask for, until the descriptor `over` can be read and nothing runs any more."""
     running: dict[int, tuple[int, socket.socket]] = {}  # by descriptor: the process, and who waits for its end
     while True:
@@ -116,13 +164,13 @@ def _serve(listener: socket.socket, over: int, inside: bool) -> None:
                 client.sendall(b"%d" % (code if code >= 0 else 128 - code))
         if listener in ready:
             client, _ = listener.accept()
-            pid, descriptor = _start(client, inside)
+            pid, descriptor = _start(client, inside, run)
             running[descriptor] = pid, client
         if over in ready and not running:
             break
 
 
-def _start(client: socket.socket, inside: bool) -> tuple[int, int]:
+def _start(client: socket.socket, inside: bool, run: Callable[[list[str]], None]) -> tuple[int, int]:
     """The process of one command, and a descriptor that tells of its end."""
     size, streams, _, _ = socket.recv_fds(client, 8, 3)
     told = client.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
@@ -130,16 +178,13 @@ def _start(client: socket.socket, inside: bool) -> tuple[int, int]:
     peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
 
     def command() -> int:
-        from phalanx.cli import root
-
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
-        sys.argv = ["phalanx", *words]
         try:
-            root.main()
+            run(words)
         except SystemExit as leaving:
             return int(leaving.code or 0)
         return 0
@@ -177,3 +222,8 @@ def _run_beside(peer: int, command: Callable[[], int]) -> int:
         signal.signal(number, lambda number, frame: os.kill(pid, number))
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[1]))
+    serve_workers(sys.argv[2])

@@ -23,6 +23,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node.agent import NodeJob, preload, run_local_job
 from phalanx.elastic.node.worker import STACKS_SIGNAL
 from phalanx.system.fork import die_with
+from tests.helpers import zygote_python
 
 ROOT = Path(__file__).resolve().parent.parent
 COLD = "PHALANX_TESTS_COLD" in os.environ
@@ -135,7 +136,8 @@ def logs(paths: RunPaths, events: list[dict[str, Any]], world: int) -> str:
 
 def main() -> None:
     """Serve requests until pytest closes the pipe or dies."""
-    die_with(int(sys.argv[1]))
+    if zygote_python[-1] == sys.executable:  # a forked one is ended when its client ends, which does so with pytest
+        die_with(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's; its end of the pipe says when to leave
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a module prints may mix with the replies
