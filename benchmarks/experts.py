@@ -34,7 +34,8 @@ from phalanx.models.grouped_mm import multiply_groups
 from phalanx.models.hf_config import config_from_spec
 from phalanx.models.hf_export import export
 from phalanx.models.hf_weights import Weights
-from phalanx.models.moe import MoEDecoder, Router
+from phalanx.models.moe import MoEDecoder
+from phalanx.models.router import Router
 from phalanx.models.user_model import load_family_class
 
 PARTS = ("products", "choices", "training", "import")

@@ -1,9 +1,7 @@
 """Mixture of experts: decoders whose feed-forward layers are many, of which each token takes a few (Shazeer et al.,
 "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of Experts", 2024).
 
-Routing is dropless and a function of one token alone, so that no division of a batch changes it: there is no capacity,
-no noise, and no assignment over the tokens of a micro-batch. Scores are in float32 or better, and of equal ones the
-expert of the lower number is chosen.
+Routing (router.py) is dropless: there is no capacity, and no assignment over the tokens of a micro-batch.
 
 The load-balancing loss of a layer, by the share f_e of tokens that choose expert e (of an even load k / E) and the
 probabilities p_te, is L = E sum_e f_e mean_t p_te (Fedus et al., "Switch Transformers", 2021). As a product of two
@@ -42,70 +40,9 @@ from phalanx.models.grouped_mm import multiply_groups, sort_rows, unsort_rows
 from phalanx.models.layers import IGNORE_INDEX
 from phalanx.models.llama import ACTIVATIONS, MLP, Block, Llama, block_options, llama_init_rule
 from phalanx.models.model import InitRule
+from phalanx.models.router import Router
 
 _SLOPE, _LIMIT = 1.702, 7.0  # of GPT-OSS
-
-
-class Router(nn.Module):
-    """Scores of a layer's experts for each token, and the choice of the best."""
-
-    bias: nn.Parameter | None
-    correction: nn.Parameter | None
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        assert spec.moe is not None
-        self.weight = nn.Parameter(torch.zeros(spec.moe.experts, spec.hidden))
-        clamped = block_options(spec).experts == "clamped"
-        self.register_parameter("bias", nn.Parameter(torch.zeros(spec.moe.experts)) if clamped else None)
-        self.moe = spec.moe
-        # No gradient: in the choice alone.
-        correction = nn.Parameter(torch.zeros(spec.moe.experts)) if spec.moe.scores == "sigmoid" else None
-        self.register_parameter("correction", correction)
-
-    def forward(self, x: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """x (T, D) -> logits (T, E) in float32 or better, the chosen experts (T, k) int64, the best first, and their
-        weights (T, k). A `correction` (E,) replaces the parameter, which an engine rounds to the compute type."""
-        return self.route(x, self.weight, self.bias, correction)
-
-    def route(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `forward`, by this weight and bias."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-        scores = logits.softmax(-1) if self.correction is None else logits.sigmoid()
-        # topk takes any of equal scores; a stable sort the first.
-        chosen = _sort(self.rank(logits.detach(), scores.detach(), correction))[:, : self.moe.experts_per_token]
-        weights = scores.gather(1, chosen)
-        if self.moe.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, chosen, weights * self.moe.scale if self.moe.scale != 1.0 else weights
-
-    def rank(self, logits: Tensor, scores: Tensor, correction: Tensor | None) -> Tensor:
-        """By what experts are chosen, (T, E): logits, or corrected scores within the best groups. A group is as good as
-        its best two."""
-        if self.correction is None:
-            return logits
-        ranked = scores + (self.correction.detach() if correction is None else correction).to(scores.dtype)
-        if self.moe.groups == 1:
-            return ranked
-        grouped = ranked.unflatten(1, (self.moe.groups, -1))
-        best = _sort(grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1))[:, : self.moe.groups_per_token]
-        within = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
-        return grouped.masked_fill(~within[..., None], -torch.inf).flatten(1)
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """The shares of experts in what the load-balancing loss is of."""
-        if self.correction is None:
-            return logits.softmax(-1)
-        scores = logits.sigmoid()
-        return scores / scores.sum(-1, keepdim=True)
-
-
-def _sort(scores: Tensor) -> Tensor:
-    """The numbers of the last dim from the greatest score on, of equal ones the lower number first."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices
 
 
 class StackAdapter(nn.Module):

@@ -26,7 +26,8 @@ from phalanx.models.families.catalog import family_of
 from phalanx.models.layers import LayerNorm, Linear, RMSNorm
 from phalanx.models.llama import Attention, Head
 from phalanx.models.model import StagedArchitecture
-from phalanx.models.moe import MoELayer, Router
+from phalanx.models.moe import MoELayer
+from phalanx.models.router import Router
 from phalanx.parallel.experts import TokenPositions
 from phalanx.parallel.tensor_collectives import TensorParallelPeers
 from phalanx.parallel.tensor_layers import (

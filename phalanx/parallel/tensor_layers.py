@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from phalanx.layout.tensor_shards import TensorShard
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.layers import Embedding, LayerNorm, Linear, PositionedEmbedding, RMSNorm
-from phalanx.models.moe import Router
+from phalanx.models.router import Router
 from phalanx.parallel.tensor_collectives import TensorParallelPeers
 
 

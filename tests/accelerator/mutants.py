@@ -33,7 +33,8 @@ WAITING = (
     "comm/collectives.py", "comm/p2p.py", "comm/uneven_collectives.py", "comm/backend.py",
     "comm/comm_thread.py", "checkpoint/memory/store.py", "checkpoint/disk/snapshot.py",
     "workload/*.py", "autotune/*.py", "trainer/*.py", "generate/decode.py", "health/burn_in.py", "tasks/*.py",
-    "models/*.py", "api/**/*.py", "compat/sagemaker/context.py", "doctor/*.py",
+    "models/*.py", "api/**/*.py", "compat/sagemaker/context.py", "compat/sagemaker/delayed_scaling.py",
+    "doctor/*.py",
 )  # fmt: skip
 # What waits for other hosts' numbers, and for files: no device is in it.
 HOSTS = {
@@ -69,6 +70,9 @@ TESTS = {
     "checkpoint/disk/snapshot.py": [FREE, f"{ONE}::test_killed_and_resumed_from_a_checkpoint"],
     "api/batch_splitter.py": [f"{HERE}scripts.py::test_batches_are_split_in_a_loop_of_ones_own"],
     "compat/sagemaker/context.py": [f"{HERE}context.py"],
+    "compat/sagemaker/delayed_scaling.py": [
+        f"{HERE}scripts.py::test_histories_of_scripts_have_the_maxima_of_all_ranks"
+    ],
     "doctor/": [f"{HERE}doctor.py"],
     "models/layers.py": [ENGINE],
     "models/rotary.py": [ENGINE],

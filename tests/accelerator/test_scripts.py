@@ -1,6 +1,7 @@
 """Loops and scripts of a user's own on simulated devices: the curve of plain PyTorch on the CPU."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,3 +104,23 @@ def test_a_script_for_sagemaker(name: str, tmp_path: Path) -> None:
     )
     assert len(alone) == 6
     assert scripts.losses(printed) == pytest.approx(alone, abs=2e-5)
+
+
+def keep_histories(placement: Placement) -> list[float]:
+    """The entries of a layer's input after three steps, of one micro-batch on each rank."""
+    from phalanx.compat.sagemaker.delayed_scaling import LayerHistory, end_step
+    from phalanx.parallel.fp8_delayed import INPUT
+
+    device = torch.device(placement.device)
+    torch.accelerator.set_device_index(device)
+    with process_group(placement, backend="simccl"):
+        history = LayerHistory(1, SimpleNamespace(amax_history_len=4))
+        for step in range(3):
+            history.scalings[0].note(INPUT, torch.full((64, 64), 1.0 + step + placement.rank, device=device))
+            end_step()
+        found: list[float] = history.table[0, INPUT].tolist()
+        return found
+
+
+def test_histories_of_scripts_have_the_maxima_of_all_ranks() -> None:
+    assert run_on_device(keep_histories, 2, order="threads", delay_ms=2) == [[0.0, 2.0, 3.0, 4.0]] * 2

@@ -12,7 +12,8 @@ from phalanx.layout.model_shape import EXPERT_TARGETS, LoraSpec, ModelSpec, MoES
 from phalanx.models.families.catalog import PRESETS, find_shape_problems, flops_per_token, parameter_count
 from phalanx.models.grouped_mm import multiply_groups, reference_multiply_groups
 from phalanx.models.lora import adapter_shapes, merge_adapter
-from phalanx.models.moe import ExpertLoad, Experts, MoEBlock, MoEDecoder, MoELayer, Router, reference_experts
+from phalanx.models.moe import ExpertLoad, Experts, MoEBlock, MoEDecoder, MoELayer, reference_experts
+from phalanx.models.router import Router
 from phalanx.workload.expert_balance import describe_load
 from tests.helpers import some
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from phalanx.api.fsdp.session import current_session
-from phalanx.comm.collectives import Traffic, all_reduce
+from phalanx.comm.collectives import Traffic, all_reduce, device_for_group
 from phalanx.core.errors import ConfigError
 from phalanx.parallel import fp8_delayed
 from phalanx.parallel.fp8_delayed import GRADIENT, INPUT, TENSORS, WEIGHT
@@ -184,8 +184,9 @@ def end_step() -> None:
     """Append what the ranks have recorded since the last step. Collective over all ranks."""
     each = [history.take_maxima() for history in _layers]
     largest = torch.cat(each)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        assert dist.group.WORLD is not None
-        all_reduce(largest, dist.group.WORLD, Traffic(), dist.ReduceOp.MAX).wait()
+    if (group := dist.group.WORLD) is not None and dist.get_world_size() > 1:
+        largest = largest.to(device_for_group(group, largest.device))  # NCCL has none for the host
+        all_reduce(largest, group, Traffic(), dist.ReduceOp.MAX).wait()
+        largest = largest.to("cpu")
     for history, part in zip(_layers, largest.split([len(one) for one in each]), strict=True):
         history.append(part)
