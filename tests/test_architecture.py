@@ -109,7 +109,7 @@ MAY_USE: dict[str, set[str]] = {
     "launch": {"prometheus_client", "rich", "yaml"},
     "models": {"torch", "safetensors"},  # never transformers: its models are a reference, not a part
     "optim": {"torch"},
-    "parallel": {"torch"},
+    "parallel": {"torch", "transformers"},
     "planner": {"rich"},
     "provision": {"pydantic", "yaml"},
     "recovery": {"numpy"},

@@ -16,7 +16,7 @@ from phalanx.engine.interface import Precision
 from phalanx.layout.mesh_axes import ALONE, MeshAxes
 from phalanx.models.model import Model
 from phalanx.optim.update import Shard
-from phalanx.parallel.hf_transform import find_tensor_axis
+from phalanx.parallel.hf_state import find_tensor_axis
 from phalanx.system import accelerator
 from phalanx.system.torchrun_env import from_environment
 

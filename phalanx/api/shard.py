@@ -29,7 +29,7 @@ from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.layout.tensor_shards import TensorShard, count_copies, whole_shapes
 from phalanx.optim.make_rule import make_named_rule
 from phalanx.optim.update import Shard, UpdateRule
-from phalanx.parallel.hf_transform import find_tensor_shards
+from phalanx.parallel.hf_state import find_tensor_shards
 from phalanx.parallel.model_part import fill_by_rows
 
 BETAS, EPS = (0.9, 0.95), 1e-8

@@ -71,7 +71,10 @@ MODULES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "phalanx.models.weights": ("phalanx.models.hf_weights", {}),
-    "phalanx.parallel.transform": ("phalanx.parallel.hf_transform", {}),
+    "phalanx.parallel.transform": (
+        "phalanx.parallel.hf_transform",
+        {name: f"phalanx.parallel.hf_state.{name}" for name in ("full_state_dict", "find_tensor_shards")},
+    ),
     "phalanx.placement": ("phalanx.core.placement", {}),
     "phalanx.recipe": ("phalanx.config.load", {"load": "load_recipe", "load_saved": "load_saved_recipe"}),
     "phalanx.records": (

@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"^(?:.*\.)?(?:layers|h)\.\d+\.")
 
 @dataclass(frozen=True)
 class TensorShard:
-    """[start, stop) along `dim`, the first or the last, of a parameter of the whole `shape`.
+    """[start, stop) along `dim`, the first or the last, or with `sections` any, of a parameter of the whole `shape`.
 
     `copies` ranks of the tensor axis hold just this, neighbours; `first` says whether this one is the first of them.
     With `sections`, the lengths of matrices that follow one another along `dim`, it is the same share of each, [start,
@@ -37,7 +37,7 @@ class TensorShard:
     sections: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.dim in (0, len(self.shape) - 1), self
+        assert self.dim in (0, len(self.shape) - 1) or self.sections, self
         assert 0 <= self.start <= self.stop <= self.shape[self.dim], self
 
     @property

@@ -89,7 +89,7 @@ TESTS = {
     "parallel/experts.py": [f"{HERE}experts.py"],
     "parallel/model_buffers.py": [f"{HERE}global_batch.py"],
     "parallel/offload.py": [FREE, f"{ONE}::test_inputs_that_wait_on_the_host"],
-    "parallel/hf_transform.py": [LATE],
+    "parallel/hf_state.py": [LATE],
     "tasks/task.py": [FREE, ENGINE],
     "workload/expert_balance.py": [f"{HERE}global_batch.py"],
     "workload/step_table.py": [f"{HERE}global_batch.py"],

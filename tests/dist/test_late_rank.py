@@ -24,7 +24,7 @@ from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.layout.comm_schedule import StepTimings
 from phalanx.layout.tensor_shards import TensorShard
 from phalanx.optim import gradients
-from phalanx.parallel.hf_transform import _Rank0Weights, gather_tensor
+from phalanx.parallel.hf_state import Rank0Weights, gather_tensor
 from phalanx.parallel.tensor_collectives import _all_gather, _run_exchange
 from tests.helpers import process_group, run_ranks
 
@@ -99,7 +99,7 @@ def unlike_models(placement: Placement) -> str:
     with join(placement, 20) as mesh:
         time.sleep(LATE_S * mesh.rank)
         try:
-            _Rank0Weights(torch.nn.Linear(2, 2 + mesh.rank), mesh.device, None)
+            Rank0Weights(torch.nn.Linear(2, 2 + mesh.rank), mesh.device, None)
         except ConfigError as error:
             return str(error)
         return ""

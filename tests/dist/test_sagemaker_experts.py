@@ -60,9 +60,10 @@ def wrapped(model: nn.Module, by: str, **options: Any) -> Any:
     return FSDP(model, auto_wrap_policy=policies[by], **options)
 
 
-def rows_of(step: int, placement: Placement) -> torch.Tensor:
+def rows_of(step: int, placement: Placement, tensor: int = 1) -> torch.Tensor:
+    """A rank's rows; tensor ranks have the same."""
     rows = torch.randint(0, 50, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
-    return rows.chunk(placement.world)[placement.rank]
+    return rows.chunk(placement.world // tensor)[placement.rank // tensor]
 
 
 def mean_of(loss: torch.Tensor, world: int) -> float:
@@ -99,7 +100,7 @@ def trained(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         found: list[Any] = []
         for step in range(STEPS):
-            rows = rows_of(step, placement)
+            rows = rows_of(step, placement, settings.get("tensor_parallel_degree", 1))
             parts = rows.chunk(2) if how == "accumulated" else [rows]
             total = torch.zeros((), dtype=torch.float64)
             for number, part in enumerate(parts):
@@ -139,6 +140,7 @@ def plain() -> list[Any]:
     some(
         [
             (2, {"expert_parallel_degree": 2}, {}),
+            (4, {"tensor_parallel_degree": 2}, {"how": "from rank 0"}),
             (4, {"expert_parallel_degree": 2}, {"by": "policy", "how": "recomputed"}),
             (4, {"expert_parallel_degree": 4}, {"by": "root", "original": False}),
             (8, {"expert_parallel_degree": 2, "hybrid_shard_degree": 2}, {"strategy": "_HYBRID_SHARD_ZERO2"}),
@@ -146,10 +148,12 @@ def plain() -> list[Any]:
             (4, {"expert_parallel_degree": 2}, {"strategy": "SHARD_GRAD_OP", "how": "accumulated", "original": False}),
             (4, {"expert_parallel_degree": 2, "hybrid_shard_degree": 2}, {"by": "root", "how": "from rank 0"}),
             (4, {"expert_parallel_degree": 2}, {"strategy": "NO_SHARD", "by": "policy"}),
+            (2, {"tensor_parallel_degree": 2}, {"by": "policy", "how": "recomputed"}),
+            (4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}, {"by": "root", "how": "accumulated"}),
             (4, {"expert_parallel_degree": 4}, {"how": "recomputed"}),
             (8, {"expert_parallel_degree": 2, "hybrid_shard_degree": 2}, {"by": "root", "original": False}),
         ],
-        *range(6),
+        *range(7),
     ),
 )
 def test_divided_experts_train_the_same_model(
@@ -158,15 +162,15 @@ def test_divided_experts_train_the_same_model(
     found = run_ranks(trained, world, settings=settings, **options)
     for each in found:
         assert each[0] == pytest.approx(plain[0], abs=1e-9, rel=0)
-        assert each[2] * settings["expert_parallel_degree"] == plain[2]
+        assert each[2] * max(settings.values()) == plain[2]
     same(found[0], plain)
     assert found[1][1] == {}
 
 
 def test_delayed_values_are_those_of_the_whole_model() -> None:
     (expected,) = run_ranks(trained, 1, settings={"random_seed": 3}, how="delayed")
-    for world in (2, 4):
-        settings = {"random_seed": 3, "expert_parallel_degree": 2}
+    for world, kind in ((2, "expert"), (4, "expert"), (2, "tensor")):
+        settings = {"random_seed": 3, f"{kind}_parallel_degree": 2}
         same(run_ranks(trained, world, settings=settings, how="delayed")[0], expected)
 
 
@@ -195,7 +199,7 @@ def resumed(
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 
         def step(number: int) -> float:
-            rows = rows_of(number, placement)
+            rows = rows_of(number, placement, settings.get("tensor_parallel_degree", 1))
             loss = model(input_ids=rows, labels=rows)["loss"]
             loss.backward()
             optimizer.step()
@@ -252,16 +256,17 @@ def test_whole_and_sharded_states_go_on_with_other_degrees(tmp_path: Path) -> No
         assert [each[0] for each in found] == pytest.approx([expected[0]] * len(found), abs=1e-9, rel=0)
     names = sorted(path.name for path in (folders["divided"] / "sharded").iterdir())
     assert names == ["tp0_ep0", "tp0_ep1"]
-    for world, degree, folder, load, original in (
-        (1, 1, "divided", "full", True),
-        (4, 4, "divided", "full", False),
-        (2, 2, "plain", "inner", True),
-        (4, 2, "copied", "full", True),
-        (8, 2, "divided", "sharded", True),
+    for world, kind, degree, folder, load, original in (
+        (1, "expert", 1, "divided", "full", True),
+        (4, "expert", 4, "divided", "full", False),
+        (2, "expert", 2, "plain", "inner", True),
+        (4, "expert", 2, "copied", "full", True),
+        (8, "expert", 2, "divided", "sharded", True),
+        (4, "tensor", 2, "divided", "full", True),
     ):
-        settings = {"expert_parallel_degree": degree}
+        settings = {f"{kind}_parallel_degree": degree}
         found = run_ranks(resumed, world, settings=settings, folder=str(folders[folder]), load=load, original=original)
-        assert found[0] == pytest.approx(expected, abs=1e-9, rel=0), (world, degree, folder, load)
+        assert found[0] == pytest.approx(expected, abs=1e-9, rel=0), (world, kind, degree, folder, load)
         assert [each[0] for each in found] == pytest.approx([expected[0]] * world, abs=1e-9, rel=0)
 
 

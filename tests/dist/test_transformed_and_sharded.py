@@ -15,7 +15,8 @@ from phalanx.comm.mesh import Mesh
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from phalanx.optim.update import Shard
-from phalanx.parallel.hf_transform import full_state_dict, transform
+from phalanx.parallel.hf_state import full_state_dict
+from phalanx.parallel.hf_transform import transform
 from phalanx.parallel.init_weights import rebuild_buffers, start_of
 from tests.dist.tensor_cases import among
 from tests.dist.test_hf_transform import KINDS, SHAPE, made

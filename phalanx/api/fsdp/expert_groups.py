@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy
 
 from phalanx.api.fsdp.session import FsdpSession
-from phalanx.parallel.hf_transform import EXPERTS
+from phalanx.parallel.hf_state import EXPERTS
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 

@@ -1,5 +1,5 @@
 """Full state dicts of FSDP models with tensor or expert parallelism: gathered to whole tensors when saved, and split
-when loaded. (A hook of `parallel.hf_transform` splits the model's own dict.)"""
+when loaded. (A hook of `parallel.hf_state` splits the model's own dict.)"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from phalanx.api.fsdp.session import FsdpSession, current_session
 from phalanx.comm.mesh import Axis
 from phalanx.core.errors import ConfigError
 from phalanx.layout.tensor_shards import TensorShard
-from phalanx.parallel.hf_transform import find_tensor_shards, full_state_dict, gather_tensor
+from phalanx.parallel.hf_state import find_tensor_shards, full_state_dict, gather_tensor
 from phalanx.parallel.tensor_layers import copy_shard
 
 

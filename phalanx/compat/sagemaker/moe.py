@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from phalanx.api.fsdp.session import current_session
-from phalanx.compat.sagemaker.experts import check_experts
 from phalanx.core.errors import ConfigError
+from phalanx.parallel.hf_experts import check_experts
 
 
 @dataclass

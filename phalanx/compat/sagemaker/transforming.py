@@ -11,14 +11,14 @@ from torch import nn
 from phalanx.api.fsdp import init
 from phalanx.api.fsdp.session import current_device, current_session
 from phalanx.compat.sagemaker.context import transform_context
-from phalanx.compat.sagemaker.experts import transform_experts
 from phalanx.compat.sagemaker.moe import MoEConfig, heed_experts
 from phalanx.compat.sagemaker.small import empty_module_params
 from phalanx.compat.sagemaker.transformer_engine import heed_autocast
 from phalanx.core.errors import ConfigError
 from phalanx.models.counter_rng import derive_key
 from phalanx.models.layers import RMSNorm
-from phalanx.parallel import hf_transform
+from phalanx.parallel import hf_state, hf_transform
+from phalanx.parallel.hf_experts import transform_experts
 from phalanx.parallel.tensor_layers import copy_shard
 
 COMMUNICATIONS = {"p2p": "ring", "all_gather": "gather"}  # of context parallelism, by `parallel.context_by`
@@ -203,7 +203,7 @@ class DelayedParamIniter:
             return
         host = torch.device("cpu")
         empty_module_params(module, host)
-        slices = hf_transform.shards_of(module)
+        slices = hf_state.shards_of(module)
         for name, part in slices.items():  # what is drawn is the whole, so that slices are those of one model
             old = module.get_parameter(name)
             module._parameters[name] = nn.Parameter(torch.empty(part.shape, dtype=old.dtype), old.requires_grad)

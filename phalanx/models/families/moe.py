@@ -255,7 +255,6 @@ MIXTRAL = replace(
         accepted=_ACCEPTED,
         read=_read_mixtral,
         write=lambda spec, original: MISTRAL.hf.write(spec, original) | write_moe(spec, "num_local_experts"),
-        cut_by_transform=False,
     ),
     presets={
         "mixtral-8x7b": _MIXTRAL_8X7B,

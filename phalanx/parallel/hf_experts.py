@@ -1,9 +1,12 @@
-"""Expert parallelism for models of transformers, in place, by the exchange of parallel/experts.py.
+"""Experts of models of transformers, in place: whole ones divided over ranks, by the exchange of parallel/experts.py,
+or slices of all of them, as of any feed-forward layer under tensor parallelism.
 
-Each rank keeps equal parts of the stacks of experts of each layer. The model's code is unchanged: it chooses experts as
-before, and its experts compute by transformers' own registry of expert functions.
+The model's code is unchanged: it chooses experts as before, and its experts compute by transformers' own registry of
+expert functions. Of slices each rank gives a part of the sum for every token; so the gradients of what the tokens are,
+and of the weights of their choices, are summed over the ranks.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -12,11 +15,12 @@ from torch import Tensor, nn
 from phalanx.comm.collectives import Traffic
 from phalanx.comm.mesh import Axis
 from phalanx.core.errors import ConfigError
-from phalanx.layout.tensor_shards import plan_expert_shards
+from phalanx.layout.tensor_shards import TensorShard, plan_expert_shards
 from phalanx.models.grouped_mm import multiply_groups
 from phalanx.models.moe import feed_chosen
 from phalanx.parallel.experts import ExpertParallel, keep_experts
-from phalanx.parallel.hf_transform import EXPERTS, Rank0Weights, shard_state_dict
+from phalanx.parallel.hf_state import EXPERTS, SLICED_EXPERTS, Rank0Weights, shard_state_dict
+from phalanx.parallel.tensor_layers import TensorParallelContext, copy_shard
 
 # Models whose experts are gated, in stacks gate_up_proj (E, 2 F, D), gate before up, and down_proj (E, D, F).
 MODELS = ("MixtralForCausalLM",)
@@ -33,12 +37,10 @@ def transform_experts(
 ) -> nn.Module:
     """Divide the experts of a model of transformers over the ranks of `axis`, in place, and return it. Collective.
 
-    Arguments are those of `hf_transform.transform`. A gradient of an expert is the sum over the tokens of all ranks
-    of the axis, and other gradients are of this rank's. Raises ConfigError for unknown models, for a number of experts
-    that does not divide, and for noise in the router, which depends on how rows are divided.
+    Arguments are those of `transform` in hf_transform.py. A gradient of an expert is the sum over the tokens of all
+    ranks of the axis, and other gradients are of this rank's. Raises ConfigError for unknown models, for a number of
+    experts that does not divide, and for noise in the router, which depends on how rows are divided.
     """
-    from transformers.integrations.moe import ExpertsInterface
-
     check_experts(model, axis.size)
     config: Any = cast(Any, model).config
     counts = (config.num_local_experts // axis.size,) * axis.size
@@ -49,20 +51,44 @@ def transform_experts(
         keep_experts(model, held, arrive.receive_shard)
     else:
         keep_experts(model, held)
-    for name, shard in held.items():
-        module, _, leaf = name.rpartition(".")
-        owner = vars(model.get_submodule(module))
-        owner[EXPERTS] = parallel
-        owner.setdefault("shards", {})[leaf] = shard
+    _mark(model, held, EXPERTS, parallel)
     if load_state_dict_from_rank0:
         arrive.receive_rest(model)
-    ExpertsInterface.register(IMPLEMENTATION, _compute)
-    config._experts_implementation = IMPLEMENTATION
     for parameter in model.parameters():  # not buffers: rotary frequencies keep their precision
         parameter.data = parameter.data.to(dtype=dtype)
     model.register_load_state_dict_pre_hook(shard_state_dict)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     return model if on_meta or device is None else model.to(device=device)
+
+
+def slice_experts(
+    model: nn.Module, cut: TensorParallelContext, take: Callable[[Tensor, TensorShard], nn.Parameter] | None
+) -> None:
+    """Have each rank keep its part of the width of all experts of a model, if it has any, in place. `take` makes a part
+    of a whole parameter, by default of its values."""
+    if not any(each.__name__ in MODELS for each in type(model).__mro__):
+        return
+    held, size, rank = {}, cut.peers.size, cut.peers.rank
+    for name, each in model.named_parameters():
+        if name.endswith((".gate_up_proj", ".down_proj")) and each.dim() == 3:
+            shape, dim = tuple(each.shape), 1 if name.endswith(".gate_up_proj") else 2
+            length, sections = shape[dim], (shape[1] // 2,) * 2 if dim == 1 else ()
+            held[name] = TensorShard(shape, dim, length * rank // size, length * (rank + 1) // size, sections=sections)
+    keep_experts(model, held, take or copy_shard)
+    _mark(model, held, SLICED_EXPERTS, cut)
+
+
+def _mark(model: nn.Module, held: dict[str, TensorShard], attribute: str, value: object) -> None:
+    """Note at the experts of a model what they hold, and have them compute by `_compute`."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    for name, shard in held.items():
+        module, _, leaf = name.rpartition(".")
+        owner = vars(model.get_submodule(module))
+        owner[attribute] = value
+        owner.setdefault("shards", {})[leaf] = shard
+    ExpertsInterface.register(IMPLEMENTATION, _compute)
+    cast(Any, model).config._experts_implementation = IMPLEMENTATION
 
 
 def check_experts(model: nn.Module, size: int) -> None:
@@ -85,7 +111,6 @@ def check_experts(model: nn.Module, size: int) -> None:
 
 def _compute(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """transformers' interface of experts: (T, D), (T, k) each -> (T, D)."""
-    parallel: ExpertParallel = vars(experts)[EXPERTS]
     module: Any = experts
     device = hidden_states.device.type
     kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else module.down_proj.dtype
@@ -96,7 +121,15 @@ def _compute(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
         return multiply_groups(module.act_fn(gate) * up, module.down_proj.to(kind), ends)
 
     def exchange(rows: Tensor, counts: Tensor) -> Tensor:
+        parallel: ExpertParallel = vars(experts)[EXPERTS]
         return parallel.run(feed, rows, counts)
 
-    out = feed_chosen(exchange, hidden_states.to(kind), top_k_index, top_k_weights, sum(parallel.counts))
+    cut: TensorParallelContext | None = vars(experts).get(SLICED_EXPERTS)
+    if cut is None:
+        out = feed_chosen(exchange, hidden_states.to(kind), top_k_index, top_k_weights, module.num_experts)
+    else:
+        # Gradients of weights are summed in the wider type of both: transformers' are in float32.
+        x, weights = hidden_states.to(kind), top_k_weights.to(torch.promote_types(kind, top_k_weights.dtype))
+        x, weights = cut.enter(x), cut.enter(weights)
+        out = cut.leave(feed_chosen(feed, x, top_k_index, weights, module.num_experts))
     return out.to(hidden_states.dtype)
