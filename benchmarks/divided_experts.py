@@ -33,10 +33,10 @@ def compare_speeds(quick: bool) -> tuple[list[Row], list[Check]]:
     width = 64 if quick else 256
     # A router that has not learned to spread its tokens loads ranks at random: corrections alone level it, in the first
     # steps, and a learning rate of nearly 0 keeps it so.
-    experts = {"experts": 8, "experts_per_token": 2, "intermediate": 3 * width, "balance": "bias", "bias_rate": 0.005}
+    experts = {"experts": 8, "experts_per_token": 2, "intermediate": 3 * width, "balance": "bias", "bias_rate": 0.003}
     model = {"architecture": "deepseek_v3", "hidden": width, "layers": 2, "heads": 4, "intermediate": 3 * width,
              "latent": [0, width // 4, width // 8, width // 8], "vocab_size": 256, "moe": experts}  # fmt: skip
-    turns, level, steps = (1, 1, 2) if quick else (3, 20, 6)
+    turns, level, steps = (1, 1, 2) if quick else (3, 40, 6)
     rates: dict[str, list[float]] = {"each alone, their sum": [], "3 to 1": [], "equal": []}
     with placed(SpeedSize(ratios=(SPEEDS,), global_batch=8, seq_len=512, model=model), period_s=PERIOD_S) as place:
 
