@@ -148,7 +148,7 @@ def _run_phalanx(words: list[str]) -> None:
 def _serve(listener: socket.socket, over: int, inside: bool, run: Callable[[list[str]], None] = _run_phalanx) -> None:
     """Run what clients ask for, until the descriptor `over` can be read and nothing runs any more."""
     running: dict[int, tuple[int, socket.socket]] = {}  # by descriptor: the process, and who waits for its end
-    awaited = [listener, over]
+    awaited: list[Any] = [listener, over]
     while over in awaited or running:
         clients = {client: descriptor for descriptor, (_, client) in running.items() if client.fileno() >= 0}
         ready, _, _ = select.select([*awaited, *running, *clients], [], [])

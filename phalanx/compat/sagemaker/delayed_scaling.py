@@ -129,12 +129,12 @@ def find_recipe_problem(recipe: SimpleNamespace) -> str:
 def attach_history(layer: nn.Module, products: int, recipe: SimpleNamespace | None) -> LayerHistory | None:
     """Give a layer of so many FP8 products a history, if a `recipe` was made before it that can be followed."""
     vars(layer)[KEY] = None
+    layer.register_load_state_dict_pre_hook(_load)
     if recipe is None or find_recipe_problem(recipe):
         return None
     _close_steps()
     history = vars(layer)[KEY] = LayerHistory(products, recipe)
     layer.register_state_dict_post_hook(_save)
-    layer.register_load_state_dict_pre_hook(_load)
     return history
 
 
@@ -154,9 +154,10 @@ def _save(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
 
 
 def _load(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Without one in the state, as in one that was never trained so, the layer keeps its own."""
+    """Without one in the state, as in one that was never trained so, the layer keeps its own; a layer without one, as
+    where the model is only evaluated, takes none."""
     found, history = state.pop(prefix + KEY, None), vars(layer)[KEY]
-    if found is None:
+    if found is None or history is None:
         return
     if found.shape != history.table.shape:
         raise ConfigError(
