@@ -123,6 +123,7 @@ def serve_workers(python: str) -> None:
         listener.listen()
         write_client(Path(f"{python}.new"), WORKER, f"{python}.socket")
         os.rename(f"{python}.new", python)  # who sees it can call
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, whose clients pass it on
         _serve(listener, sys.stdin.fileno(), inside=False, run=_run_python)
 
 
@@ -147,9 +148,10 @@ def _run_phalanx(words: list[str]) -> None:
 def _serve(listener: socket.socket, over: int, inside: bool, run: Callable[[list[str]], None] = _run_phalanx) -> None:
     """Run what clients ask for, until the descriptor `over` can be read and nothing runs any more."""
     running: dict[int, tuple[int, socket.socket]] = {}  # by descriptor: the process, and who waits for its end
-    while True:
+    awaited: list[Any] = [listener, over]
+    while over in awaited or running:
         clients = {client: descriptor for descriptor, (_, client) in running.items() if client.fileno() >= 0}
-        ready, _, _ = select.select([listener, over, *running, *clients], [], [])
+        ready, _, _ = select.select([*awaited, *running, *clients], [], [])
         for client in set(ready) & set(clients):
             told = client.recv(64)
             for number in told or [signal.SIGKILL]:  # it may have been killed: its command goes with it
@@ -164,16 +166,24 @@ def _serve(listener: socket.socket, over: int, inside: bool, run: Callable[[list
                 client.sendall(b"%d" % (code if code >= 0 else 128 - code))
         if listener in ready:
             client, _ = listener.accept()
-            pid, descriptor = _start(client, inside, run)
-            running[descriptor] = pid, client
-        if over in ready and not running:
-            break
+            if (started := _start(client, inside, run)) is None:
+                client.close()
+            else:
+                pid, descriptor = started
+                running[descriptor] = pid, client
+        if over in ready:
+            awaited.remove(over)  # it can be read from here on
 
 
-def _start(client: socket.socket, inside: bool, run: Callable[[list[str]], None]) -> tuple[int, int]:
-    """The process of one command, and a descriptor that tells of its end."""
+def _start(client: socket.socket, inside: bool, run: Callable[[list[str]], None]) -> tuple[int, int] | None:
+    """The process of one command, and a descriptor that tells of its end; None for a client that was killed before it
+    had said what to run."""
     size, streams, _, _ = socket.recv_fds(client, 8, 3)
     told = client.recv(int.from_bytes(size, "little"), socket.MSG_WAITALL)
+    if not told or len(told) < int.from_bytes(size, "little"):
+        for stream in streams:
+            os.close(stream)
+        return None
     words, folder, environment = json.loads(told)
     peer = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
 

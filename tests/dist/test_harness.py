@@ -11,6 +11,7 @@ import pytest
 
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
+from phalanx.system.fork import fork
 from tests import helpers
 from tests.helpers import ROOT, is_alive, process_group, run_ranks, wait_until
 
@@ -55,6 +56,29 @@ def pid(placement: Placement) -> int:
 def write_pid_and_wait(placement: Placement, folder: str) -> None:
     (Path(folder) / f"{placement.rank}").write_text(str(os.getpid()))
     time.sleep(60)
+
+
+def interrupt_a_worker(placement: Placement, folder: str) -> list[object]:
+    """Ctrl-C reaches the parent of pytest's workers as well as their clients."""
+    from tests.warm_shell import serve_workers
+
+    python, (reads, writes) = Path(folder, "python"), os.pipe()
+
+    def parent() -> int:
+        os.dup2(reads, 0)
+        serve_workers(str(python))
+        return 0
+
+    pid, _ = fork(parent, keep=[reads])
+    wait_until(python.exists)
+    code = "import time\ntry:\n    open('begun', 'w')\n    time.sleep(60)\nfinally:\n    open('ended', 'w')"
+    client = subprocess.Popen([python, "-u", "-c", code], cwd=folder)
+    wait_until(Path(folder, "begun").exists)
+    os.kill(pid, signal.SIGINT)
+    client.send_signal(signal.SIGINT)
+    client.wait()
+    os.close(writes)
+    return [Path(folder, "ended").exists(), client.returncode, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])]
 
 
 def with_loss(placement: Placement) -> list[float]:
@@ -135,6 +159,10 @@ def test_no_rank_outlives_pytest(tmp_path: Path) -> None:
         caller.wait()
     ranks = [int(path.read_text()) for path in (tmp_path / "ranks").iterdir()]
     wait_until(lambda: not any(is_alive(rank) for rank in ranks))
+
+
+def test_ctrl_c_lets_a_forked_worker_end_what_it_has_begun(tmp_path: Path) -> None:
+    assert run_ranks(interrupt_a_worker, 1, folder=tmp_path) == [[True, 1, 0]]
 
 
 def test_what_covers_a_matrix_has_each_value_and_is_all_of_it_when_all_is_asked_for(

@@ -180,9 +180,34 @@ def test_where_there_is_no_place_for_a_history_blocks_are_scaled(caplog: pytest.
             assert torch.equal(layer(x), te.fp8.linear_by_emulation(x, layer.weight, layer.bias))
         assert words in caplog.text
     assert "fp8_history" not in before.state_dict()
+    before.load_state_dict(after.state_dict())
+    assert torch.equal(before.weight, after.weight)
     words = "margin=2, but when its layers were made the newest had 0"
     with te.fp8_autocast(fp8_recipe=te.DelayedScaling(margin=2)), pytest.raises(ConfigError, match=words):
         after(x)
+
+
+@pytest.mark.usefixtures("newest")
+@pytest.mark.parametrize("delayed", [False, True])
+def test_within_torch_autocast_products_are_of_its_type(delayed: bool) -> None:
+    recipe = te.DelayedScaling(fp8_format=te.Format.HYBRID) if delayed else None
+    torch.manual_seed(0)
+    layer, x = te.LayerNormMLP(48, 80), torch.randn(4, 48, requires_grad=True)
+    for _ in range(2):
+        found = []
+        for fp8 in (False, True):
+            layer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16), te.fp8_autocast(enabled=fp8, fp8_recipe=recipe):
+                y = layer(x)
+            assert y.dtype == torch.bfloat16
+            y.float().square().sum().backward()
+            grad = layer.fc1_weight.grad
+            assert grad is not None and grad.dtype == torch.float32
+            found.append(grad)
+        if delayed:
+            delayed_scaling.end_step()
+    difference = float((found[0] - found[1]).norm() / found[0].norm())
+    assert 1e-3 < difference < 0.2
 
 
 def write(layer: torch.nn.Module, folder: Path) -> None:

@@ -57,19 +57,25 @@ class LayerHistory:
     """The histories of a layer's FP8 products, `table` (products, 3, entries) float32 on the host, and their scales by
     `recipe`."""
 
-    def __init__(self, products: int, recipe: SimpleNamespace) -> None:
+    def __init__(self, products: int, recipe: SimpleNamespace, joins: bool = True) -> None:
         self.recipe = SimpleNamespace(**vars(recipe))  # a layer keeps no recipe alive
         self.scalings = [_Scaling() for _ in range(products)]
         self.table = torch.zeros(products, len(TENSORS), _setting(recipe, "amax_history_len"), device="cpu")
-        _layers.append(self)
+        self.steps = joins  # whether its entries are agreed on after each step, which all ranks must do alike
+        if joins:
+            _layers.append(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerHistory":
-        copied = LayerHistory(len(self.scalings), self.recipe)
+        # An average of weights may be a copy on one rank alone: a copy joins when it is trained.
+        copied = LayerHistory(len(self.scalings), self.recipe, joins=False)
         copied.set_table(self.table.clone())
         return copied
 
     def linear(self, product: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """F.linear(x, weight, bias) in FP8, of the layer's product of this number."""
+        if torch.is_grad_enabled() and not self.steps:
+            self.steps = True
+            _layers.append(self)
         scaling, kernel = self.scalings[product], not fp8_delayed.find_kernel_problem(x.device)
         if torch.is_grad_enabled() and not (x.requires_grad or weight.requires_grad):  # there is no backward pass
             scaling.note(INPUT, x)
@@ -82,8 +88,9 @@ class LayerHistory:
         each = [largest for scaling in self.scalings for largest in scaling.end()[0]]
         for scaling in self.scalings:
             scaling.begin()
-        none = torch.tensor(NOTHING)
-        return torch.stack([none if one is None else one.to("cpu") for one in each]).view(-1, len(TENSORS))
+        device = next((one.device for one in each if one is not None), None)
+        none = torch.tensor(NOTHING, device=device)
+        return torch.stack([none if one is None else one for one in each]).to("cpu").view(-1, len(TENSORS))
 
     def append(self, largest: Tensor) -> None:
         """Append an entry (products, 3) to the histories of those tensors that there were."""
@@ -104,7 +111,7 @@ class LayerHistory:
             scaling.scales = scales
 
 
-_layers: list[LayerHistory] = []  # all that this process ever made: the same on every rank
+_layers: list[LayerHistory] = []  # all that this process ever made or, copies, trained: the same on every rank
 _DEFAULTS = {"amax_history_len": 1024, "amax_compute_algo": "max", "margin": 0}  # Transformer Engine's
 
 
@@ -129,12 +136,12 @@ def find_recipe_problem(recipe: SimpleNamespace) -> str:
 def attach_history(layer: nn.Module, products: int, recipe: SimpleNamespace | None) -> LayerHistory | None:
     """Give a layer of so many FP8 products a history, if a `recipe` was made before it that can be followed."""
     vars(layer)[KEY] = None
+    layer.register_load_state_dict_pre_hook(_load)
     if recipe is None or find_recipe_problem(recipe):
         return None
     _close_steps()
     history = vars(layer)[KEY] = LayerHistory(products, recipe)
     layer.register_state_dict_post_hook(_save)
-    layer.register_load_state_dict_pre_hook(_load)
     return history
 
 
@@ -154,9 +161,10 @@ def _save(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
 
 
 def _load(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Without one in the state, as in one that was never trained so, the layer keeps its own."""
+    """Without one in the state, as in one that was never trained so, the layer keeps its own; a layer without one, as
+    where the model is only evaluated, takes none."""
     found, history = state.pop(prefix + KEY, None), vars(layer)[KEY]
-    if found is None:
+    if found is None or history is None:
         return
     if found.shape != history.table.shape:
         raise ConfigError(

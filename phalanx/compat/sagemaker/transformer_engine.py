@@ -122,10 +122,23 @@ def multiply(
         return F.linear(x, weight, bias)
     why = _find_delayed_problem(mode.settings, history)
     _tell(x.device, why)
-    if why or history is None or mode.settings is None:
-        return fp8.choose_linear(x.device)(x, weight, bias)
-    check_recipe(history, mode.settings)
-    return history.linear(product, x, weight, bias)
+    with _cast(x, weight, bias) as (x, weight, bias):
+        if why or history is None or mode.settings is None:
+            return fp8.choose_linear(x.device)(x, weight, bias)
+        check_recipe(history, mode.settings)
+        return history.linear(product, x, weight, bias)
+
+
+@contextlib.contextmanager
+def _cast(*tensors: Any) -> Iterator[list[Any]]:
+    """Tensors, or None, in the type of torch.autocast, which does not know products in FP8, and meanwhile is off."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        yield [*tensors]
+        return
+    dtype = torch.get_autocast_dtype(device)
+    with torch.autocast(device, enabled=False):
+        yield [each if each is None or each.dtype == torch.float64 else each.to(dtype) for each in tensors]
 
 
 def _find_delayed_problem(recipe: SimpleNamespace | None, history: LayerHistory | None) -> str:
