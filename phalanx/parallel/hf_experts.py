@@ -121,8 +121,8 @@ def _compute(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
         return multiply_groups(module.act_fn(gate) * up, module.down_proj.to(kind), ends)
 
     def exchange(rows: Tensor, counts: Tensor) -> Tensor:
-        parallel: ExpertParallel = vars(experts)[EXPERTS]
-        return parallel.run(feed, rows, counts)
+        parallel: ExpertParallel | None = vars(experts).get(EXPERTS)  # None: a whole model that shares the config
+        return feed(rows, counts) if parallel is None else parallel.run(feed, rows, counts)
 
     cut: TensorParallelContext | None = vars(experts).get(SLICED_EXPERTS)
     if cut is None:
