@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from phalanx.core.placement import Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.batch_ramp import make_batch_schedule
+from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.catalog import parameter_shapes
 from phalanx.models.hf_config import config_from_spec
@@ -107,7 +108,7 @@ def settings(case: Case) -> Any:
         task=SimpleNamespace(kind="language", code=None, options={}),
         balance=SimpleNamespace(batch="even", context="even", experts="even", hardware=None),
         parallel=SimpleNamespace(
-            engine="single", context=1, expert=1, lockstep=False, resolve_sharding=(1, "per_step")
+            engine="single", context=1, expert=1, axes=MeshAxes(), lockstep=False, resolve_sharding=(1, "per_step")
         ),
         memory=SimpleNamespace(activations=case.activations),
         resilience=SimpleNamespace(on_nan="skip", on_spike="off", checksum_every=0),

@@ -81,7 +81,7 @@ def reduced(placement: Placement) -> list[Any]:
         return begun[-1]
 
     def look() -> list[Any]:
-        return [waiting(), [each._work is None or each._work.is_completed() for each in begun]]
+        return [waiting(), [all(work is None or work.is_completed() for work in each._works) for each in begun]]
 
     link_speed.all_reduce = noted
     with join(placement, 20) as mesh:

@@ -89,6 +89,9 @@ def trained(
         with torch.device("meta") if meta else contextlib.nullcontext():
             model = made()
         model = transformed(settings, model, load_state_dict_from_rank0=how == "from rank 0")
+        if not meta:  # a model beside it, such as a teacher, may have the same configuration
+            whole = type(model)(model.config).double()
+            assert torch.isfinite(whole(input_ids=rows_of(0, placement))["logits"]).all()
         held = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
         options: dict[str, Any] = {"sync_module_states": how == "from rank 0", "use_orig_params": original}
         if how == "delayed":
