@@ -407,6 +407,7 @@ tsm.init({config})
 assert tsm.is_initialized() and dist.is_initialized()
 s = tsm.state
 group = lambda g: None if g is None else dist.get_process_group_ranks(g)
+dist.barrier()  # a rank that ends breaks what others still connect
 print(json.dumps({{
     "rank": s.rank, "world_size": s.world_size, "hybrid": s.hybrid_shard_degree, "tp": s.tensor_parallel_degree,
     "tp_size": s.tp_size, "tp_rank": s.tp_rank, "ep": [s.ep_rank, s.ep_size], "tp_group": group(s.tp_process_group),
