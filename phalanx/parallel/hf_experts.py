@@ -19,7 +19,7 @@ from phalanx.layout.tensor_shards import TensorShard, plan_expert_shards
 from phalanx.models.grouped_mm import multiply_groups
 from phalanx.models.moe import feed_chosen
 from phalanx.parallel.experts import ExpertParallel, keep_experts
-from phalanx.parallel.hf_state import EXPERTS, SLICED_EXPERTS, Rank0Weights, shard_state_dict
+from phalanx.parallel.hf_state import EXPERTS, SLICED_EXPERTS, Rank0Weights, finish_transform
 from phalanx.parallel.tensor_layers import TensorParallelContext, copy_shard
 
 # Models whose experts are gated, in stacks gate_up_proj (E, 2 F, D), gate before up, and down_proj (E, D, F).
@@ -54,11 +54,7 @@ def transform_experts(
     _mark(model, held, EXPERTS, parallel)
     if load_state_dict_from_rank0:
         arrive.receive_rest(model)
-    for parameter in model.parameters():  # not buffers: rotary frequencies keep their precision
-        parameter.data = parameter.data.to(dtype=dtype)
-    model.register_load_state_dict_pre_hook(shard_state_dict)
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    return model if on_meta or device is None else model.to(device=device)
+    return finish_transform(model, device, dtype)
 
 
 def slice_experts(
@@ -102,10 +98,15 @@ def check_experts(model: nn.Module, size: int) -> None:
     config: Any = cast(Any, model).config
     if config.num_local_experts % size:
         raise ConfigError(f"{over} must divide the {config.num_local_experts} experts of a layer; choose a divisor")
-    if config.router_jitter_noise:
+    check_router(model, over)
+
+
+def check_router(model: nn.Module, over: str) -> None:
+    """Raise ConfigError for noise in a router, which ranks would draw apart; `over` says what divides the model."""
+    if noise := getattr(cast(Any, model).config, "router_jitter_noise", None):
         raise ConfigError(
-            f"{over} has no noise in the router, and router_jitter_noise is {config.router_jitter_noise:g}; set it to "
-            "0 in the model's config"
+            f"{over} has no noise in the router, and router_jitter_noise is {noise:g}; set it to 0 in the model's "
+            "config"
         )
 
 

@@ -75,6 +75,15 @@ class Rank0Weights:
         return whole.to(self._device)
 
 
+def finish_transform(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> nn.Module:
+    """Have a transformed model take its parts of whole state dicts, and move it; one on meta stays there."""
+    for parameter in model.parameters():  # not buffers: rotary frequencies keep their precision
+        parameter.data = parameter.data.to(dtype=dtype)
+    model.register_load_state_dict_pre_hook(shard_state_dict)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    return model if on_meta or device is None else model.to(device=device)
+
+
 # --------------------------------------------------------------------------------------- state dicts of the whole model
 
 

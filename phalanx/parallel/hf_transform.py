@@ -19,8 +19,8 @@ from phalanx.layout.tensor_shards import find_cut_kind, plan_tensor_shards
 from phalanx.models.families.catalog import TRANSFORM_PLANS
 from phalanx.models.layers import RMSNorm
 from phalanx.parallel import activations
-from phalanx.parallel.hf_experts import slice_experts
-from phalanx.parallel.hf_state import Rank0Weights, shard_state_dict
+from phalanx.parallel.hf_experts import check_router, slice_experts
+from phalanx.parallel.hf_state import Rank0Weights, finish_transform
 from phalanx.parallel.tensor import replace_modules
 from phalanx.parallel.tensor_collectives import TensorParallelPeers
 from phalanx.parallel.tensor_layers import (
@@ -106,15 +106,11 @@ def transform(
             vars(module)["num_key_value_heads"] = max(1, numbers.kv_heads // axis.size)
         if "num_key_value_groups" in vars(module):
             vars(module)["num_key_value_groups"] = numbers.heads // axis.size // max(1, numbers.kv_heads // axis.size)
-    for parameter in model.parameters():  # not buffers: rotary frequencies keep their precision
-        parameter.data = parameter.data.to(dtype=dtype)
-    model.register_load_state_dict_pre_hook(shard_state_dict)
     if any(_config(model).get(key) for key in _DROPOUT):
         activations.sync_dropout(
             model, [each for name, each in model.named_modules() if name.endswith(_ATTENTION)], cut.peers
         )
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    return model if on_meta or device is None else model.to(device=device)
+    return finish_transform(model, device, dtype)
 
 
 def find_cut_plan(model: nn.Module) -> Mapping[str, str]:
@@ -169,11 +165,7 @@ def _check(model: nn.Module, kinds: Mapping[str, str], numbers: _Heads, size: in
     over = f"tensor parallelism over {size} ranks"
     if getattr(cast(Any, model).config, "alibi", False):
         raise ConfigError(f"{over} does not divide attention by distance (alibi); use a model with rotary positions")
-    if noise := getattr(cast(Any, model).config, "router_jitter_noise", None):
-        raise ConfigError(
-            f"{over} has no noise in the router, which ranks would draw apart, and router_jitter_noise is {noise:g}; "
-            "set it to 0 in the model's config"
-        )
+    check_router(model, over)
     fused = not {"column_qkv", "column_grouped"}.isdisjoint(kinds.values())
     width = int(cast(Any, model).config.hidden_size) // numbers.heads
     if fused and (width if numbers.kv_heads == 1 else numbers.kv_heads) % size:

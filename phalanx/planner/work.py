@@ -230,8 +230,7 @@ class StepWork(DecoderShape):
         if not self.fp8_blocks or self.far_bytes is not None:
             return float(self.gather_bytes)
         still = self.layers * self.expert_parameters * (1.0 - moving)
-        matrices = self.matrix_parameters - self.hidden * self.router_rows + self.idle_parameters
-        share = (self.layers * matrices - still) / (self.parameters() - still)
+        share = (self.layers * (self.cut_parameters + self.narrow) - still) / (self.parameters() - still)
         return share + (1.0 - share) * self.gather_bytes
 
     def attention_shape(self, tensor: int) -> AttentionShape:

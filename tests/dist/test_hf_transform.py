@@ -228,6 +228,7 @@ def refusals(placement: Placement) -> list[str]:
             made("phi3", num_key_value_heads=1, num_attention_heads=2, hidden_size=6),
             made("phi3", num_attention_heads=6, num_key_value_heads=3, hidden_size=48),
             made("falcon", alibi=True),
+            made("mixtral", router_jitter_noise=0.1),
         ]
         for model in models:
             before = [tuple(each.shape) for each in model.parameters()]
@@ -249,7 +250,7 @@ def refusals(placement: Placement) -> list[str]:
 def test_what_cannot_be_cut_is_refused_with_a_sentence() -> None:
     first, *others = run_ranks(refusals, 2)
     assert others == [first]
-    known, heads, kv_heads, vocabulary, one_key, keys, distance, fused, empty = first
+    known, heads, kv_heads, vocabulary, one_key, keys, distance, noise, fused, empty = first
     assert all(name in known for name in TRANSFORM_PLANS)
     assert "1 attention heads" in heads
     assert "3 key and value heads" in kv_heads
@@ -257,6 +258,7 @@ def test_what_cannot_be_cut_is_refused_with_a_sentence() -> None:
     assert "must divide the 3 channels of the key head, which share a matrix with the queries" in one_key
     assert "must divide the 3 key heads, which share a matrix with the queries" in keys
     assert "does not divide attention by distance (alibi)" in distance
+    assert "router_jitter_noise is 0.1" in noise
     assert "transformer.h.0.attn.c_attn.weight, a slice of several matrices in one" in fused
     assert "weights on rank 0" in empty
 

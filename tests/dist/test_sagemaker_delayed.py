@@ -249,3 +249,17 @@ def test_what_is_not_finite_does_not_stay() -> None:
         assert history.scalings[0].scales == [2.0**-8, 2.0**-7, None]
     finally:
         delayed_scaling._layers.remove(history)
+
+
+def test_a_copy_takes_part_in_steps_once_it_is_trained() -> None:
+    """Such as an average of weights, which may be on one rank alone."""
+    layers = delayed_scaling._layers
+    history = delayed_scaling.LayerHistory(1, SimpleNamespace(amax_history_len=2))
+    copied = copy.deepcopy(history)
+    x, weight = torch.randn(16, 16), torch.randn(16, 16, requires_grad=True)
+    with torch.no_grad():
+        copied.linear(0, x, weight, None)
+    assert history in layers and copied not in layers
+    copied.linear(0, x, weight, None)
+    copied.linear(0, x, weight, None)
+    assert layers.count(copied) == 1
