@@ -2,6 +2,7 @@
 
 import copy
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,27 +240,40 @@ def test_a_checkpoint_without_histories_can_be_read(read: str, tmp_path: Path) -
 
 def test_what_is_not_finite_does_not_stay() -> None:
     history = delayed_scaling.LayerHistory(1, SimpleNamespace(amax_history_len=2, amax_compute_algo="most_recent"))
-    try:
-        history.scalings[0].note(0, torch.tensor([1.0, torch.inf]))
-        history.scalings[0].note(0, torch.tensor([3.0]))
-        history.append(history.take_maxima())
-        assert history.table.tolist() == [[[0.0, 3.0], [0.0, 0.0], [0.0, 0.0]]]
-        history.append(torch.tensor([[1.0, 2.0, -1.0]]))
-        assert history.table.tolist() == [[[3.0, 1.0], [0.0, 2.0], [0.0, 0.0]]]
-        assert history.scalings[0].scales == [2.0**-8, 2.0**-7, None]
-    finally:
-        delayed_scaling._layers.remove(history)
+    history.scalings[0].note(0, torch.tensor([1.0, torch.inf]))
+    history.scalings[0].note(0, torch.tensor([3.0]))
+    history.append(history.take_maxima())
+    assert history.table.tolist() == [[[0.0, 3.0], [0.0, 0.0], [0.0, 0.0]]]
+    history.append(torch.tensor([[1.0, 2.0, -1.0]]))
+    assert history.table.tolist() == [[[3.0, 1.0], [0.0, 2.0], [0.0, 0.0]]]
+    assert history.scalings[0].scales == [2.0**-8, 2.0**-7, None]
 
 
 def test_a_copy_takes_part_in_steps_once_it_is_trained() -> None:
     """Such as an average of weights, which may be on one rank alone."""
-    layers = delayed_scaling._layers
     history = delayed_scaling.LayerHistory(1, SimpleNamespace(amax_history_len=2))
     copied = copy.deepcopy(history)
     x, weight = torch.randn(16, 16), torch.randn(16, 16, requires_grad=True)
     with torch.no_grad():
         copied.linear(0, x, weight, None)
-    assert history in layers and copied not in layers
+    assert places(history) == 1 and places(copied) == 0
     copied.linear(0, x, weight, None)
     copied.linear(0, x, weight, None)
-    assert layers.count(copied) == 1
+    assert places(copied) == 1
+
+
+def places(history: delayed_scaling.LayerHistory) -> int:
+    return sum(living() is history for _, living in delayed_scaling._places)
+
+
+def test_the_history_of_a_model_that_is_gone_takes_no_part() -> None:
+    gone, kept = (delayed_scaling.LayerHistory(1, SimpleNamespace(amax_history_len=2)) for _ in range(2))
+    kept.scalings[0].note(0, torch.tensor([3.0]))
+    dead = weakref.ref(gone)
+    del gone
+    assert dead() is None  # nothing else keeps it
+    delayed_scaling.end_step()
+    assert kept.table[0, 0].tolist() == [0.0, 3.0]
+    before = kept.table
+    delayed_scaling.end_step()  # of an optimizer of another model
+    assert kept.table is before

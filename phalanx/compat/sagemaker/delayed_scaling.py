@@ -11,6 +11,7 @@ ranks divides them.
 """
 
 import functools
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,9 +62,14 @@ class LayerHistory:
         self.recipe = SimpleNamespace(**vars(recipe))  # a layer keeps no recipe alive
         self.scalings = [_Scaling() for _ in range(products)]
         self.table = torch.zeros(products, len(TENSORS), _setting(recipe, "amax_history_len"), device="cpu")
-        self.steps = joins  # whether its entries are agreed on after each step, which all ranks must do alike
+        self.steps = False  # whether its entries are agreed on after each step, which all ranks must do alike
         if joins:
-            _layers.append(self)
+            self.join()
+
+    def join(self) -> None:
+        """Take part in the steps from here on."""
+        self.steps = True
+        _places.append((len(self.scalings), weakref.ref(self)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerHistory":
         # An average of weights may be a copy on one rank alone: a copy joins when it is trained.
@@ -74,8 +80,7 @@ class LayerHistory:
     def linear(self, product: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """F.linear(x, weight, bias) in FP8, of the layer's product of this number."""
         if torch.is_grad_enabled() and not self.steps:
-            self.steps = True
-            _layers.append(self)
+            self.join()
         scaling, kernel = self.scalings[product], not fp8_delayed.find_kernel_problem(x.device)
         if torch.is_grad_enabled() and not (x.requires_grad or weight.requires_grad):  # there is no backward pass
             scaling.note(INPUT, x)
@@ -111,7 +116,9 @@ class LayerHistory:
             scaling.scales = scales
 
 
-_layers: list[LayerHistory] = []  # all that this process ever made or, copies, trained: the same on every rank
+# The products of all histories that ever joined, which are the same on every rank, and those that still live, which
+# may differ while garbage is collected.
+_places: list[tuple[int, weakref.ref[LayerHistory]]] = []
 _DEFAULTS = {"amax_history_len": 1024, "amax_compute_algo": "max", "margin": 0}  # Transformer Engine's
 
 
@@ -190,11 +197,19 @@ def _close_steps() -> None:
 
 def end_step() -> None:
     """Append what the ranks have recorded since the last step. Collective over all ranks."""
-    each = [history.take_maxima() for history in _layers]
-    largest = torch.cat(each)
+    histories = [living() for _, living in _places]
+    if not _places or (not dist.is_initialized() and not any(histories)):
+        return
+    largest = torch.cat(
+        [
+            torch.full((products, len(TENSORS)), NOTHING) if history is None else history.take_maxima()
+            for (products, _), history in zip(_places, histories, strict=True)
+        ]
+    )
     if (group := dist.group.WORLD) is not None and dist.get_world_size() > 1:
         largest = largest.to(device_for_group(group, largest.device))  # NCCL has none for the host
         all_reduce(largest, group, Traffic(), dist.ReduceOp.MAX).wait()
         largest = largest.to("cpu")
-    for history, part in zip(_layers, largest.split([len(one) for one in each]), strict=True):
-        history.append(part)
+    for history, part in zip(histories, largest.split([products for products, _ in _places]), strict=True):
+        if history is not None and bool((part > NOTHING).any()):
+            history.append(part)
