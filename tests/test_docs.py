@@ -54,7 +54,9 @@ SMALL_RUN = [
     "data.seq_len=32", "data.tokenizer_vocab=300", "train.steps=4", "train.global_batch=4", "train.micro_batch=2",
     "train.eval_sequences=4", "optim.warmup_steps=1", "report.tensorboard=false",
 ]  # fmt: skip
-OWN_RUN = ["train.steps=4", "train.global_batch=8", "train.micro_batch=4", "task.options={width: 4}"]
+OWN_RUN = [
+    "train.steps=4", "train.global_batch=8", "train.micro_batch=4", "train.eval_sequences=8", "task.options={width: 4}",
+]  # fmt: skip
 STEPS_FACTOR = 100  # a page's own train.steps is divided by this
 
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: NAMES[page])
@@ -377,6 +379,13 @@ def test_commands_of_the_pages_run(page: Path, workspace: Path) -> None:
         one, three = (read_steps(RunPaths(workspace / "runs" / name).metrics) for name in ("one", "three"))
         assert len(one) == 4
         assert [step["loss"] for step in one] == pytest.approx([step["loss"] for step in three], rel=1e-9)
+    if page.name == "launching.md":
+        joined = RunPaths(workspace / "runs" / "joined")  # of torchrun's ranks
+        events = list(read_lines(joined.events))
+        (started,) = [event for event in events if event["kind"] == EventKind.RUN_STARTED]
+        assert (started["world"], started["engine"]) == (2, "sharded")
+        assert [event["step"] for event in events if event["kind"] == EventKind.FINISHED] == [4]
+        assert [step["attempt"] for step in read_steps(joined.metrics)] == [1] * 4 and joined.report.exists()
 
 
 if __name__ == "__main__":

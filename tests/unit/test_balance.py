@@ -28,6 +28,7 @@ from phalanx.layout.balance import (
     state_shares,
 )
 from phalanx.layout.buckets import shard_cuts
+from tests.helpers import ALL
 
 
 def compositions(total: int, takers: int) -> Iterator[tuple[int, ...]]:
@@ -69,7 +70,7 @@ def up_to_eight(fixed_s: float) -> st.SearchStrategy[list[Speed]]:
     return st.lists(speed, min_size=1, max_size=8)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400 if ALL else 100, deadline=None)
 @given(total=st.integers(0, 12), speeds=speeds_strategy, part_s=st.sampled_from([0.0, 0.2, 5.0]))
 @example(total=12, speeds=[Speed(1.0, most=1), Speed(1.0), Speed(1.0)], part_s=0.0)
 @example(total=12, speeds=[Speed(1.0, 3.0, 1), Speed(0.25, 0.0, 3)], part_s=0.0)
@@ -82,7 +83,7 @@ def test_no_division_is_faster(total: int, speeds: list[Speed], part_s: float) -
     assert found == pytest.approx(best, rel=1e-8), division
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if ALL else 37, deadline=None)
 @given(
     total=st.integers(0, 60) | st.integers(0, 400),
     speeds=up_to_eight(fixed_s=5.0),
@@ -102,7 +103,7 @@ def test_no_number_of_micro_batches_that_was_not_tried_is_better(
     assert found.parts <= next(division.parts for seconds, division in tried if seconds <= best * (1 + 1e-12))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if ALL else 50, deadline=None)
 @given(
     total=st.integers(0, 10),
     lines=st.lists(
@@ -134,7 +135,7 @@ def test_no_split_is_better(total: int, lines: list[CostLine]) -> None:
     assert worst(found) == pytest.approx(min(map(worst, possible)), rel=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100 if ALL else 25, deadline=None)
 @given(
     total=st.integers(0, 2000),
     lines=st.lists(
@@ -172,7 +173,7 @@ def best_apart(total: int, speeds: list[Speed]) -> float:
     )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400 if ALL else 100, deadline=None)
 @given(total=st.integers(0, 12), speeds=speeds_strategy)
 @example(total=12, speeds=[Speed(1.0, 3.0, 1), Speed(0.25, 0.0, 3)])
 @example(total=9, speeds=[Speed(1.0, 0.5, 2), Speed(1.0, 3.0, 5), Speed(40.0, most=1)])
@@ -189,7 +190,7 @@ def test_no_division_is_faster_where_each_rank_runs_its_own_number(total: int, s
     assert found <= slowest_s(divide(total, speeds), speeds) * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100 if ALL else 25, deadline=None)
 @given(
     total=st.integers(0, 600),
     speeds=up_to_eight(fixed_s=50.0),
@@ -375,7 +376,7 @@ def test_a_smaller_batch_is_divided_in_proportion(shares: list[int], most: int, 
 weights_strategy = st.lists(st.sampled_from([0.0, 0.1, 0.25, 1 / 3, 0.5, 1.0, 7.0]), min_size=1, max_size=6).filter(any)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if ALL else 75, deadline=None)
 @given(elements=st.integers(0, 5000), granule=st.sampled_from([1, 3, 64]), weights=weights_strategy)
 def test_a_bucket_is_cut_in_proportion(elements: int, granule: int, weights: list[float]) -> None:
     cuts = shard_cuts(elements, granule, weights)
@@ -387,7 +388,7 @@ def test_a_bucket_is_cut_in_proportion(elements: int, granule: int, weights: lis
         assert stop == start if weight == 0 else stop >= start
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if ALL else 50, deadline=None)
 @given(buckets=st.lists(st.integers(1, 300), min_size=1, max_size=60), weights=weights_strategy)
 def test_over_many_buckets_nobody_gains(buckets: list[int], weights: list[float]) -> None:
     taken = [0] * len(weights)
@@ -410,7 +411,7 @@ def test_small_buckets_go_round() -> None:
     assert shard_cuts(64, 64, [2.0, 1.0, 1.0]) == (0, 64, 64, 64)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if ALL else 50, deadline=None)
 @given(
     elements=st.integers(0, 40),
     limits=st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.integers(-3, 30)), min_size=1, max_size=5),
@@ -445,7 +446,7 @@ def test_what_people_expect_of_shards() -> None:
     assert state_shares([-1.0, 0.0], 0.0) == (0.5, 0.5)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if ALL else 75, deadline=None)
 @given(
     rooms=st.lists(st.floats(-5, 100).map(lambda room: round(room, 9)), min_size=1, max_size=6),
     needed=st.floats(0.01, 300),

@@ -25,7 +25,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.launch import jobs
 from phalanx.models.families.catalog import PRESETS
 from tests.dist.command import phalanx as forked
-from tests.helpers import ROOT, wait_until
+from tests.helpers import ALL, ROOT, wait_until
 
 COMMANDS = [
     [],
@@ -440,6 +440,7 @@ def test_output_survives_a_terminal_without_unicode(here: Path) -> None:
 # ----------------------------------------------------------------------------------------------------- under a launcher
 
 
+@pytest.mark.skipif(not ALL, reason="tests/test_docs.py runs torchrun's command of the page on launching")
 def test_two_ranks_of_torchrun_and_on_with_one(here: Path) -> None:
     """torchrun starts the ranks of the first three steps; then `phalanx train` alone goes on in the same folder."""
     launched = subprocess.run(

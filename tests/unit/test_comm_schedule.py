@@ -20,6 +20,7 @@ from phalanx.layout.comm_schedule import (
 )
 from phalanx.layout.comm_schedule_zero3 import plan_zero3, simulate_zero3
 from phalanx.layout.comm_simulation import Timeline, TimelineSpan, TransferOp
+from tests.helpers import ALL
 
 SMALL = 1e-9
 
@@ -169,7 +170,7 @@ def check_lanes(timeline: Timeline, work: StepTimings) -> None:
 
 
 @given(works())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=150 if ALL else 37)
 def test_every_plan_does_everything_once_and_nothing_too_soon(work: StepTimings) -> None:
     order = plan_order(work)
     assert len(set(order)) == len(order) == work.parts * work.buckets * (len(work.reduced_micro_batches) + 1)
@@ -197,7 +198,7 @@ def test_every_plan_does_everything_once_and_nothing_too_soon(work: StepTimings)
 
 
 @given(works(units=4), st.integers(0, 3))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=100 if ALL else 25)
 def test_zero_3_holds_few_units_and_gathers_none_too_soon(work: StepTimings, depth: int) -> None:
     order = plan_zero3(work, depth)
     assert len(set(order)) == len(order)
@@ -251,7 +252,7 @@ def orders(work: StepTimings) -> list[tuple[TransferOp, ...]]:
 
 
 @given(works(units=3, parts=1))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60 if ALL else 15)
 def test_near_the_best_of_all_orders_and_none_is_below_the_bound(work: StepTimings) -> None:
     work = replace(work, micro_batches=1, max_gradients=None, early=True, update_s=(0.0,) * work.buckets)
     best = min(simulate_order(work, order).step_s for order in orders(work))
@@ -260,7 +261,7 @@ def test_near_the_best_of_all_orders_and_none_is_below_the_bound(work: StepTimin
 
 
 @given(works(), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=150 if ALL else 37)
 def test_no_order_is_below_the_bound_and_no_plan_is_worse_than_late(work: StepTimings, random: object) -> None:
     assert lower_bound_s(work) - SMALL <= simulate_order(work, plan_order(work)).step_s <= late_gather_s(work) + SMALL
     # Any order in which gathers stand behind what they need.

@@ -12,6 +12,7 @@ from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.planner import checkpoint_interval, simulate
 from phalanx.planner.checkpoint_interval import CheckpointCosts
 from phalanx.planner.simulate import Scenario, SimulationResult, Stalls, Stragglers
+from tests.helpers import ALL
 
 DAY_S = 86400.0
 LLAMA_3_S = 54 * DAY_S / 419  # between unexpected interruptions, on 16,384 GPUs (Dubey et al. 2024)
@@ -187,7 +188,7 @@ scenarios = st.builds(
 
 
 @given(scenarios, st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if ALL else 15, deadline=None)
 def test_every_second_is_accounted_for(scenario: Scenario, seed: int) -> None:
     outcome: SimulationResult = simulate.simulate(scenario, seed)
     assert sum(outcome.seconds.values()) == pytest.approx(scenario.span_s)

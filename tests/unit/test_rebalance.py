@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from phalanx.layout import rebalance
 from phalanx.layout.balance import Division, Speed, divide, slowest_s
+from tests.helpers import ALL
 
 Paces = list[float]  # by rank, how many times as long it takes as at the beginning
 
@@ -73,7 +74,7 @@ class Simulated:
 each_strategy = st.lists(st.floats(1.0, 4.0), min_size=2, max_size=16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if ALL else 15, deadline=None)
 @given(each=each_strategy, per_rank=st.sampled_from([2, 9, 40]), seed=st.integers(0, 10**6))
 def test_noise_of_five_per_cent_moves_nothing(each: list[float], per_rank: int, seed: int) -> None:
     assert Simulated(each, per_rank * len(each), noise=0.05, seed=seed).run(150).decided == []
@@ -84,7 +85,7 @@ def test_many_ranks_and_a_long_time_do_not_make_noise_count() -> None:
     assert Simulated([1.0, 3.0, 1.0], 60, noise=0.05).run(3000).decided == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if ALL else 15, deadline=None)
 @given(
     each=st.lists(st.floats(1.0, 4.0), min_size=2, max_size=6),
     who=st.integers(0, 5),
@@ -190,7 +191,7 @@ def test_memory_binds_what_is_decided() -> None:
         assert sum(division.shares) == 24
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if ALL else 15, deadline=None)
 @given(
     each=st.lists(st.floats(1.0, 4.0), min_size=2, max_size=6),
     who=st.integers(0, 5),
@@ -268,7 +269,7 @@ def test_a_rank_that_had_nothing_gets_its_whole_share_at_once() -> None:
         assert len(back) <= 2, back
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 if ALL else 15, deadline=None)
 @given(
     ranks=st.lists(
         st.tuples(

@@ -16,7 +16,7 @@ from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.config.validation import find_unused_keys
 from phalanx.core.errors import ConfigError
 from phalanx.models.families.catalog import PRESETS
-from tests.helpers import ROOT
+from tests.helpers import ALL, ROOT
 
 SHAPE = {"hidden": 16, "layers": 1, "heads": 2}
 KEYS = [key for key, _ in iter_knobs()]
@@ -163,7 +163,7 @@ def nearly_recipes(draw: st.DrawFn) -> dict[Any, Any]:
     return made
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400 if ALL else 100, deadline=None)
 @given(nearly_recipes() | st.dictionaries(st.sampled_from([*Config.model_fields, "x"]) | st.integers(), ANYTHING))
 @example({"model": {"hidden": 2**53, "layers": 2**53, "heads": 2**53, "max_seq_len": 1}})
 @example({"model": {"preset": "llama-3-8b", "rope_scaling": {"factor": 5e-324, "original_max_seq_len": 2**53}}})
@@ -179,7 +179,7 @@ def test_any_tree_is_a_configuration_or_a_sentence(made: dict[Any, Any]) -> None
     assert all(len(line) < 1000 for line in found.splitlines())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if ALL else 50, deadline=None)
 @given(st.text(max_size=60) | st.text("{}[]&*!:-? \n'\"#a1|>%@`", max_size=30))
 def test_any_text_is_a_mapping_or_a_sentence(text: str) -> None:
     try:
