@@ -177,6 +177,42 @@ def test_delayed_values_are_those_of_the_whole_model() -> None:
         same(run_ranks(trained, world, settings=settings, how="delayed")[0], expected)
 
 
+class Holder(nn.Module):
+    """A script's module around the model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **given: Any) -> Any:
+        return self.inner(**given)
+
+
+def clipped_in_a_holder(placement: Placement, settings: dict[str, Any]) -> list[float]:
+    """The norm of the first step, and what clipping leaves of a part that FSDP ignores and the script averages."""
+    import phalanx.compat.sagemaker  # noqa: F401
+
+    with process_group(placement):
+        inner, tensor = transformed(settings, made()), settings.get("tensor_parallel_degree", 1)
+        head = inner.get_submodule("lm_head")
+        model, rows = FSDP(Holder(inner), ignored_modules=[head]), rows_of(0, placement, tensor)
+        model(input_ids=rows, labels=rows)["loss"].backward()
+        apart = [list(range(first, placement.world, tensor)) for first in range(tensor)]  # with other rows
+        (gradient,) = (each.grad for each in head.parameters())
+        assert gradient is not None
+        torch.distributed.all_reduce(gradient, group=torch.distributed.new_subgroups_by_enumeration(apart)[0])
+        gradient /= placement.world // tensor
+        before = float(gradient.norm())
+        return [float(model.clip_grad_norm_(0.5)), float(gradient.norm()) / before]
+
+
+@pytest.mark.parametrize("kind", ["expert", "tensor"])
+def test_a_norm_counts_what_is_in_other_modules_and_what_fsdp_ignores(kind: str, plain: list[Any]) -> None:
+    norm = plain[0][1]
+    for found in run_ranks(clipped_in_a_holder, 4, settings={f"{kind}_parallel_degree": 2}):
+        assert found == pytest.approx([norm, 0.5 / norm], rel=1e-5)
+
+
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
