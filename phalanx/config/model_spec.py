@@ -149,13 +149,18 @@ def _moe(section: MoESection, spec: ModelSpec) -> MoESpec | None:
 
 def decide_experts(config: Config, hf_spec: ModelSpec | None) -> list[tuple[str, str, str]]:
     """Resolve how an even load of experts is kept, where that is `auto`, of a model of a folder's `hf_spec` or of drawn
-    weights: keys, values and reasons."""
+    weights: keys, values and reasons. Raises ConfigError for a weight where there is no loss."""
     moe, section = None if hf_spec is None else hf_spec.moe, config.model.moe
     if not (recipe_family(config) if hf_spec is None else family_of(hf_spec)).has_experts:
         return []
     balance, over, why = "sequence", "layer", "the weights are drawn"
     if moe is not None and moe.balance == "none":
         balance, why = "none", "config.json of model.from_hf asks for no loss (output_router_logits)"
+        if section.balance == "auto" and section.balance_weight:
+            raise ConfigError(
+                f"model.moe.balance_weight is {section.balance_weight:g}, but model.moe.balance is auto, and {why}; "
+                "set model.moe.balance, or remove model.moe.balance_weight"
+            )
     elif moe is not None:
         balance, over = "step_before", "model"
         why = "transformers' loss, which config.json of model.from_hf asks for, depends on the micro-batch"

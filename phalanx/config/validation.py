@@ -112,6 +112,11 @@ def find_unused_keys(config: Config, several: bool = True) -> list[str]:
             for key in ("fp8_history", "fp8_margin")
             if getattr(config.train, key) != defaults[key].default
         ]
+    if config.model.moe.balance == "none" and config.model.moe.balance_weight:
+        found.append(
+            "model.moe.balance_weight has no effect with model.moe.balance none; remove it, or set another "
+            "model.moe.balance"
+        )
     return found
 
 

@@ -317,6 +317,10 @@ def test_what_nothing_reads_is_told() -> None:
     told = find_unused_keys(load.build_config(tree(train=fp8 | {"fp8": "block"}), "here"))
     assert told[1] == "train.fp8_margin has no effect with train.fp8 block; remove it, or set train.fp8=delayed"
     assert len(told) == 2 and not find_unused_keys(load.build_config(tree(train=fp8 | {"fp8": "delayed"}), "here"))
+    for balance, found in (("none", 1), ("sequence", 0)):
+        moe = {"experts": 4, "experts_per_token": 2, "balance": balance, "balance_weight": 0.1}
+        told = find_unused_keys(load.build_config({"model": SHAPE | {"architecture": "mixtral", "moe": moe}}, "here"))
+        assert [sentence.split()[0] for sentence in told] == ["model.moe.balance_weight"] * found
     read = asked | {"on_spike": "rollback", "on_lost_node": ["wait"]}
     assert find_unused_keys(load.build_config(tree(resilience=read), "here"), several=True) == []
 
@@ -491,13 +495,21 @@ def test_work_that_was_divided_by_hand_may_be_left_to_measuring_again() -> None:
         assert resolve.continue_config(wanted, saved, FOLDER).balance.batch == "auto"
 
 
-def test_experts_that_were_divided_by_hand_may_be_on_one_rank_again() -> None:
-    model = {"architecture": "mixtral", "moe": {"experts": 4, "experts_per_token": 2}}
+@pytest.mark.parametrize(
+    ("degree", "key", "by"),
+    [
+        ("expert", "balance.experts", [3, 1]),
+        ("pipeline", "parallel.layers_per_stage", [3, 1]),
+        ("context", "parallel.context_by", "ring"),
+    ],
+)
+def test_what_was_divided_by_hand_may_be_on_one_rank_again(degree: str, key: str, by: object) -> None:
+    model = {"architecture": "mixtral", "layers": 4, "moe": {"experts": 4, "experts_per_token": 2, "balance": "none"}}
     asked = tree(train={"steps": 5})
     asked["model"] |= model
     wanted = load.build_config(asked, "here")
-    saved = load.update_config(wanted, {"parallel.expert": 2, "balance.experts": [3, 1]})
-    assert resolve.continue_config(wanted, saved, FOLDER).balance.experts == "auto"
+    saved = load.update_config(wanted, {f"parallel.{degree}": 2, key: by})
+    assert get_knob(resolve.continue_config(wanted, saved, FOLDER), key) == "auto"
 
 
 @pytest.mark.parametrize(
