@@ -261,15 +261,16 @@ class CostModel:
             forward = max(0.0, copies_s - (layers[number] - 1) * layer.forward_s)
             backward = max(0.0, copies_s - (layers[number] - 1) * layer.backward_s)
             offload = forward + backward
-        forward += layers[number] * layer.forward_s
+        forward_only = layers[number] * layer.forward_s
         backward += layers[number] * layer.backward_s
         for wanted, edge in zip(choice.ends(number), (layer.embedding, layer.head), strict=True):
             if wanted:
                 device_s, host_s = edge.forward_s + 0.5 * layer.exchange_s, edge.host_forward_s + 0.5 * layer.calls_s
                 passed = compute_cost.overlap_host_s(device_s, host_s, constants)
-                forward += passed
+                forward_only += passed
                 backward += compute_cost.overlap_host_s(edge.backward_s, edge.host_backward_s, constants)
                 waits += passed - compute_cost.overlap_host_s(edge.forward_s, edge.host_forward_s, constants)
+        forward += forward_only * (2 if work.counts_ahead else 1)
         if choice.pipeline > 1:
             moved, gathered_s = self._handed(choice, first, moved)
             beside = min(copies * choice.tensor, cluster.node_size_of(first))
