@@ -174,10 +174,10 @@ def _work_of(work_record: dict[str, Any], on_host: bool = False) -> StepWork:
             experts_per_token=work_record["moe_experts_per_token"],
             intermediate=work_record["moe_intermediate"],
             dense_layers=tuple(dense),
-            shared=sizes.get("moe_shared", 0),
+            shared=work_record.get("moe_shared", 0),
         )
     has_latent = sizes.keys() >= set(LATENT_WIDTHS)
-    latent = LatentSpec(**{name: sizes[name] for name in LATENT_WIDTHS}) if has_latent else None
+    latent = LatentSpec(**{name: work_record[name] for name in LATENT_WIDTHS}) if has_latent else None
     spec = ModelSpec(
         vocab_size=work_record["vocab_size"], hidden=work_record["hidden"], layers=work_record["layers"],
         heads=work_record["heads"], kv_heads=work_record["kv_heads"], head_dim=work_record["head_dim"],
