@@ -315,6 +315,56 @@ def test_a_sharded_state_of_another_degree_is_refused(tmp_path: Path) -> None:
         assert "with the tensor and expert parallel degrees that it was saved with" in str(told[0])
 
 
+def local(placement: Placement, settings: dict[str, Any], folder: str, save: bool) -> list[Any]:
+    """The loss of a second step, after a first whose local state is saved, or from there; or why it is not."""
+    import phalanx.compat.sagemaker  # noqa: F401
+
+    with process_group(placement):
+        from torch.sagemaker import state
+        from torch.sagemaker.distributed.checkpoint import state_dict_loader, state_dict_saver, state_dict_utils
+
+        model = wrapped(transformed(settings, made(seed=0 if save else 7)), "policy", use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        groups = state.ranker.get_rep_groups()
+        mine, _ = torch.distributed.new_subgroups_by_enumeration(groups)
+        given = {"checkpoint_id": f"{folder}/{state.ep_rank} of {model.rank}", "process_group": mine}
+
+        def step(number: int) -> float:
+            rows = rows_of(number, placement)
+            loss = model(input_ids=rows, labels=rows)["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return mean_of(loss, placement.world)
+
+        if save:
+            step(0)
+        else:
+            state_dict_utils.init_optim_state(optimizer, skip_empty_param=True)
+        with state_dict_utils.sm_state_dict_type(model, state_dict_utils.SMStateDictType.SM_LOCAL_STATE_DICT):
+            held = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        try:
+            (state_dict_saver.save if save else state_dict_loader.load)(held, **given)
+            found: Any = step(1)
+        except CheckpointError as error:
+            found = str(error)
+        torch.distributed.barrier()
+        return [found]
+
+
+def test_a_local_state_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    two = {"expert_parallel_degree": 2}
+    saved = run_ranks(local, 4, settings=two, folder=str(tmp_path), save=True)
+    assert run_ranks(local, 4, settings=two, folder=str(tmp_path), save=False) == saved
+    four = {"expert_parallel_degree": 4}
+    for rank, (told,) in enumerate(run_ranks(local, 4, settings=four, folder=str(tmp_path), save=False)):
+        words = (
+            "is (800,) in the checkpoint and (50, 16) here;",
+            "does not exist, so no checkpoint was completed there;",
+        )
+        assert words[rank > 1] in told and "shards, too" in told and "metadata is None" not in told
+
+
 # ------------------------------------------------------------------------------------------------------------- refused
 
 
