@@ -229,11 +229,12 @@ class CostModel:
 
     def _layer(self, choice: LayoutChoice, kind: DeviceKind, first: int, rows: float) -> LayerCost:
         """Of a device in the groups that begin with device `first`."""
-        tensor = choice.tensor
+        tensor, together = choice.tensor, choice.expert_ranks
         rings = LayerRings(
             self._ring(first, tensor, 1) if tensor > 1 else None,
             self._ring(first, choice.context, tensor) if choice.context > 1 else None,
-            self._ring(first, choice.expert_ranks, 1) if self.work.experts and choice.expert_ranks > 1 else None,
+            # Rows are divided over parts of such a group, too.
+            self._ring(first // together * together, together, 1) if self.work.experts and together > 1 else None,
         )
         key = (
             kind.name, tensor, choice.context, choice.expert, choice.sequence, choice.recompute, choice.attention,

@@ -76,6 +76,17 @@ def test_what_ranks_that_divide_experts_wait_for() -> None:
     assert found.waits_s == pytest.approx((4 * rows * row_bytes + count_bytes) / 1e9)
 
 
+def test_rows_are_divided_within_a_group_that_divides_experts() -> None:
+    """As `balance.batch` lists them: of the last ranks of a group, too, whose exchange is that of the first."""
+    choice = LayoutChoice(expert=4, micro_batch=1)
+    even, listed = (
+        estimate_step(MIXTURE, alone(4), replace(choice, shares=shares), FULL) for shares in ((), (16, 16, 16, 16))
+    )
+    assert listed.step_s == pytest.approx(even.step_s)
+    uneven = estimate_step(MIXTURE, alone(4), replace(choice, shares=(8, 16, 16, 24)), FULL)
+    assert uneven.terms["communication"] == pytest.approx(1.5 * even.terms["communication"], rel=0.1)
+
+
 def test_tensor_ranks_exchange_tokens_that_are_theirs() -> None:
     """Of two copies on two ranks each, each rank sends those of its half."""
     bytes_of = {
