@@ -343,7 +343,8 @@ def find_model_problems(config: Config) -> list[str]:
     found, model = [], config.model
     shape_given = [name for name in SHAPE_FIELDS if getattr(model, name) is not None]
     shape_given += [f"moe.{name}" for name in MOE_SHAPE_FIELDS if getattr(model.moe, name) is not None]
-    if not model.from_hf and not recipe_family(config).has_experts and model.moe != MoESection():
+    counted = model.moe.experts is not None and model.moe.experts_per_token is not None  # which is a shape
+    if not (model.from_hf or recipe_family(config).has_experts or counted) and model.moe != MoESection():
         able = ", ".join(each.name for each in FAMILIES.values() if each.has_experts)
         found.append(f"model.moe is set, but the model has no experts; set model.architecture to {able}, or remove it")
     if model.moe.bias_rate is not None and model.moe.balance != "bias":

@@ -126,6 +126,23 @@ def test_a_wrong_override_is_a_sentence(overrides: list[str], sentence: str) -> 
     assert "\n" not in found and len(found) < 400
 
 
+EXPERTS = "model: {hidden: 16, layers: 1, heads: 2, architecture: mixtral, moe: {experts: 4, experts_per_token: 2}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "sentence"),
+    [
+        (EXPERTS, ["model.moe.capacity=2", "parallel.expert=2"], "unknown key model.moe.capacity; "),
+        (EXPERTS, ["model.moe.balance=sinkhorn", "parallel.expert=2"], "model.moe.balance must be "),
+        (EXPERTS, ["model.architecture=llama"], "model.moe is set, but model.architecture llama has no experts"),
+        (GOOD, ["model.moe.balance=step"], "model.moe is set, but the model has no experts"),
+    ],
+)
+def test_one_mistake_is_one_sentence(text: str, overrides: list[str], sentence: str) -> None:
+    assert sentence in (found := refusal(text, *overrides))
+    assert "\n" not in found
+
+
 def test_a_later_override_wins_and_the_tree_is_left_alone() -> None:
     before = tree(train={"steps": 1})
     copy = yaml.safe_load(yaml.safe_dump(before))
