@@ -334,10 +334,15 @@ def test_what_nothing_reads_is_told() -> None:
     told = find_unused_keys(load.build_config(tree(train=fp8 | {"fp8": "block"}), "here"))
     assert told[1] == "train.fp8_margin has no effect with train.fp8 block; remove it, or set train.fp8=delayed"
     assert len(told) == 2 and not find_unused_keys(load.build_config(tree(train=fp8 | {"fp8": "delayed"}), "here"))
-    for balance, found in (("none", 1), ("sequence", 0)):
-        moe = {"experts": 4, "experts_per_token": 2, "balance": balance, "balance_weight": 0.1}
-        told = find_unused_keys(load.build_config({"model": SHAPE | {"architecture": "mixtral", "moe": moe}}, "here"))
-        assert [sentence.split()[0] for sentence in told] == ["model.moe.balance_weight"] * found
+    moe: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "balance_weight": 0.1}
+    for more, key in (
+        ({"balance": "none"}, "balance_weight"),
+        ({"dense_layers": [1]}, "dense_layers"),
+        ({"balance": "sequence"}, None),
+    ):
+        model = SHAPE | {"architecture": "qwen3_moe", "moe": moe | more}
+        told = find_unused_keys(load.build_config({"model": model}, "here"))
+        assert [sentence.split()[0] for sentence in told] == ([f"model.moe.{key}"] if key else [])
     read = asked | {"on_spike": "rollback", "on_lost_node": ["wait"]}
     assert find_unused_keys(load.build_config(tree(resilience=read), "here"), several=True) == []
 
