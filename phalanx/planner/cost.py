@@ -227,10 +227,6 @@ class CostModel:
             self._rings[key] = link_cost.ring_of(first, ranks, stride, self.cluster)
         return self._rings[key]
 
-    def _is_near(self, one: int, other: int) -> bool:
-        """Whether two devices are on the same node."""
-        return self.cluster.node_of(one) == self.cluster.node_of(other)
-
     # ---------------------------------------------------------------------------------------------------------- seconds
 
     def _layer(self, choice: LayoutChoice, kind: DeviceKind, first: int, rows: float) -> LayerCost:
@@ -284,7 +280,7 @@ class CostModel:
             width = copies * choice.tensor
             for other in (number - 1, number + 1):
                 if 0 <= other < choice.pipeline:
-                    near = self._is_near(first, first + (other - number) * width)
+                    near = cluster.node_of(first) == cluster.node_of(first + (other - number) * width)
                     sent = (
                         link_cost.send_s(moved, near, kind, cluster, beside, constants) + gathered_s + constants.skew_s
                     )
