@@ -84,7 +84,7 @@ def _measure_peak_with_fakes(
         cast_at_edges(model, dtype)
     else:
         for module in model.losses():
-            module.cross_entropy_sum = functools.partial(kernels.cross_entropy_sum, chunk=chunk)
+            module.cross_entropy_sum = functools.partial(kernels.cross_entropy_sum, chunk=chunk, sizes_only=True)
     real = task.collate(workload.make_probe_samples(batch))
     inputs: dict[str, torch.Tensor] = dict(real.inputs)
     # Offsets of documents are walked by their values, which a fake tensor has not; here each row is one document.

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.text import Text
 
 from phalanx.config import load
@@ -146,7 +145,7 @@ def check_first_records(wanted: Config) -> None:
 def _check_first_records(text: str) -> None:
     from phalanx.data import inspect
 
-    inspect.check_first_records(load.build_config(yaml.safe_load(text), "the recipe"))
+    inspect.check_first_records(load.from_yaml(text, "the recipe"))
 
 
 def shrink_recipe(wanted: Config, show: bool = True) -> Config:
@@ -174,7 +173,7 @@ def _tiny_hf(text: str) -> tuple[str, bool]:
     from phalanx.workload import local_copies
     from phalanx.workload.tiny_model import write_tiny_model
 
-    config = load.build_config(yaml.safe_load(text), "the recipe")
+    config = load.from_yaml(text, "the recipe")
     try:
         config = local_copies.fetch_local_copies(config, weights=False, keys=["model.from_hf"])
     except PhalanxError:

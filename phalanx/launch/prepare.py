@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import yaml
-
 from phalanx.config import load, resolve
 from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.config.validation import find_unused_keys
@@ -113,7 +111,7 @@ def prepare_run(
         fork_call(_check_wandb, config.report.wandb, timeout_s=DEVICES_TIMEOUT_S)
     text = load.to_yaml(config)
     answer = fork_call(resolve_text, text, unlike, world, local_world, writes, timeout_s=None, meanwhile=meanwhile)
-    config = load.build_config(yaml.safe_load(answer["config"]), "the resolved configuration")
+    config = load.from_yaml(answer["config"], "the resolved configuration")
     attempt = run_folder.next_attempt(paths)
     warnings = [*find_unused_keys(wanted, several=world > local_world), *answer["warnings"]]
     if writes:

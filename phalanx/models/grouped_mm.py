@@ -50,8 +50,8 @@ def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def _starts_sooner(x: Tensor, out: int) -> bool:
     """Whether to call torch's kernel by itself and not by our operator, which takes as long as a small product on a CPU
-    to start. A compiler and tensors without storage need the operator."""
-    return x.is_cpu and not torch.compiler.is_compiling() and _has_kernel(x, out)
+    to start. A compiler, and tensors without values, need the operator."""
+    return type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling() and _has_kernel(x, out)
 
 
 def _has_kernel(x: Tensor, out: int) -> bool:

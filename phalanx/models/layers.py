@@ -4,7 +4,7 @@ No layer has a buffer, so that a model on the meta device can be initialized by 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,6 +238,7 @@ class _CrossEntropySum(torch.autograd.Function):
         hidden: Tensor,
         head_weight: Tensor,
         labels: Tensor,
+        starts: Sequence[int],
         chunk: int,
         chunk_fn: ChunkFn,
         with_grad: bool,
@@ -247,7 +248,6 @@ class _CrossEntropySum(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
-        starts = range(0, hidden.shape[0], chunk)
         more = (bias, cap) if cap else () if bias is None else (bias,)
         if not with_grad:
             for start in starts:
@@ -286,7 +286,7 @@ class _CrossEntropySum(torch.autograd.Function):
         if grad_weight is not None:
             weight = torch.mul(grad_weight, grads[0], out=torch.empty_like(grad_weight, dtype=ctx.weight_dtype))
         bias = None if grad_bias is None else (grad_bias * grads[0]).to(ctx.weight_dtype)
-        return grad_hidden * grads[0], weight, None, None, None, None, None, bias, None
+        return grad_hidden * grads[0], weight, None, None, None, None, None, None, bias, None
 
 
 def cross_entropy_sum(
@@ -298,6 +298,7 @@ def cross_entropy_sum(
     cap: float = 0.0,
     chunk: int | None = None,
     chunk_fn: ChunkFn = _chunk,
+    sizes_only: bool = False,
 ) -> Tensor:
     """Chunked cross-entropy: the sum over tokens of -log p(label), a scalar in float32 (float64 if `hidden` is),
     without materializing all logits.
@@ -305,8 +306,9 @@ def cross_entropy_sum(
     hidden (N, D), head_weight (V, D), labels (N,) int64, -100 ignored, bias (V,) if the head has one; `cap` (0: none)
     is a soft cap of the logits. Processes at most `chunk` tokens at a time, in equal chunks. Gradients, if needed, are
     computed in the same loop, with three matrix products per chunk (two if the weight is frozen); that of the weight is
-    accumulated in float32 or better. `chunk_fn` is `_chunk` or a compiled `_chunk`. Raises ValueError for a chunk below
-    1. Idea: Hsu et al., "Liger Kernel", 2024.
+    accumulated in float32 or better. `chunk_fn` is `_chunk` or a compiled `_chunk`. With `sizes_only`, for tensors that
+    have no data, of the chunks in the middle, which all take the same memory, one is computed. Raises ValueError for a
+    chunk below 1. Idea: Hsu et al., "Liger Kernel", 2024.
     """
     chunk = default_chunk(head_weight.shape[0], hidden.device) if chunk is None else chunk
     if chunk < 1:
@@ -316,7 +318,10 @@ def cross_entropy_sum(
     wanted = hidden.requires_grad or head_weight.requires_grad or (bias is not None and bias.requires_grad)
     frozen = not head_weight.requires_grad
     with_grad = torch.is_grad_enabled() and wanted
-    return _CrossEntropySum.apply(hidden, head_weight, labels, equal, chunk_fn, with_grad, frozen, bias, cap)
+    starts: Sequence[int] = range(0, hidden.shape[0], equal)
+    if sizes_only and len(starts) > 3:
+        starts = [*starts[:2], starts[-1]]
+    return _CrossEntropySum.apply(hidden, head_weight, labels, starts, equal, chunk_fn, with_grad, frozen, bias, cap)
 
 
 __getattr__ = renamed.old_names(__name__)

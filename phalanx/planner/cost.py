@@ -22,7 +22,7 @@ from phalanx.planner.link_cost import CommTime, ReplicationCost, RingPlacement
 from phalanx.planner.memory import DeviceMemory, estimate_device_memory, needs_replicas, parameters_of
 from phalanx.planner.work import StepWork
 
-RecoverySource = Literal["checkpoints", "memory", "copies"]  # what outlives a failure: of steps, beside checkpoints
+RecoverySource = Literal["checkpoints", "memory", "copies"]  # steps in memory outlive processes, copies nodes
 RING_BYTES = 1e9  # of a tensor by which rings are compared
 TERMS = ("compute", "communication", "bubble", "imbalance", "optimizer", "commit", "offload", "other")
 
@@ -37,9 +37,7 @@ class StepEstimate:
     tokens_per_s: float
     mfu: float  # of the data-sheets' peak of all devices that are used
     replicas: ReplicationCost | None = None  # None: no node gets what another one has
-    recovers_from: RecoverySource = (
-        "checkpoints"  # each step in memory, which outlives processes; copies of it elsewhere outlive nodes
-    )
+    recovers_from: RecoverySource = "checkpoints"
 
     @property
     def fits(self) -> bool:
@@ -54,6 +52,7 @@ class CostModel:
         self.work, self.cluster, self.constants = work, cluster, constants
         self._layers: dict[tuple[object, ...], LayerCost] = {}
         self._rings: dict[tuple[int, int, int], RingPlacement] = {}
+        self._need_replicas: dict[tuple[int, ...], bool] = {}
 
     def estimate(self, choice: LayoutChoice) -> StepEstimate:
         """Estimate seconds and bytes of a layout. Raises ConfigError for one whose degrees do not divide, and where
@@ -115,11 +114,18 @@ class CostModel:
         tokens_per_s = work.tokens / step_s
         mfu = tokens_per_s * work.flops_per_token() / peak
         # Or other nodes have the same state anyway.
-        copied = replicas is not None or (self._nodes(devices) > 1 and not needs_replicas(choice, copies, self.cluster))
+        copied = replicas is not None or (self._nodes(devices) > 1 and not self.needs_replicas(choice, copies))
         kept: RecoverySource = (
             "checkpoints" if not keeps else "copies" if copied and work.replicate != "off" else "memory"
         )
         return StepEstimate(step_s, terms, found, tokens_per_s, mfu, replicas, kept)
+
+    def needs_replicas(self, choice: LayoutChoice, copies: int) -> bool:
+        """`memory.needs_replicas` on this cluster."""
+        key = (choice.tensor, choice.pipeline, choice.shard_degree, choice.devices, copies)
+        if key not in self._need_replicas:
+            self._need_replicas[key] = needs_replicas(choice, copies, self.cluster)
+        return self._need_replicas[key]
 
     # ------------------------------------------------------------------------------------------------- ranks and copies
 
@@ -376,7 +382,7 @@ class CostModel:
     def _memory(
         self, choice: LayoutChoice, runs: list[RowGroups], layers: tuple[int, ...], copies: int
     ) -> tuple[DeviceMemory, ...]:
-        replicated = needs_replicas(choice, copies, self.cluster)
+        replicated = self.needs_replicas(choice, copies)
         found = [
             estimate_device_memory(
                 self.work, kind, choice, copies, number, layers[number], max(1.0, run.share / run.parts),

@@ -376,7 +376,7 @@ class _Search:
         most memory."""
         largest = max(choice.shares) if choice.shares else -(-self.work.global_batch // copies)
         copies *= choice.context
-        replicated = memory.needs_replicas(choice, copies, self.cluster)
+        replicated = self.model.needs_replicas(choice, copies)
         layers = choice.layers_of(self.work.layers)
         own, width, found = 1.0 / (choice.shard_degree or copies), copies * choice.tensor, []
         if choice.pipeline == 1:

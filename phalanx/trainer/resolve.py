@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from phalanx.autotune.activations import choose_activation_mode
 from phalanx.autotune.measure import describe_work
@@ -22,7 +21,7 @@ from phalanx.autotune.micro_batch import (
 )
 from phalanx.autotune.probe_model import shorten_rows
 from phalanx.autotune.rank_speeds import read_hardware_file
-from phalanx.config.load import build_config, to_yaml, update_config
+from phalanx.config.load import from_yaml, to_yaml, update_config
 from phalanx.config.model_spec import LABELLED, build_model_spec, decide_experts
 from phalanx.config.resolve import NOT_COMPILED_ON_CPU, decide_decay_steps, find_compile_obstacle
 from phalanx.config.schema import Config
@@ -76,7 +75,7 @@ def resolve_with_files(
     "held_out": {name: folder}, "data": fingerprint of each set by name, "tokenizer": folder or None, "unit": unit of
     the speed}.
     """
-    wanted = build_config(yaml.safe_load(recipe), "the configuration")
+    wanted = from_yaml(recipe, "the configuration")
     load_callback_class(wanted)  # to find errors in it before anything is measured
     if wanted.task.kind != "custom":
         return _resolve_model(wanted, devices, world, local_world, progress)
@@ -307,7 +306,7 @@ def token_folders(answer: dict[str, Any]) -> tuple[list[tuple[Path, float]], dic
 
 def make_training_job(answer: dict[str, Any], paths: RunPaths, faults: Sequence[Fault] = ()) -> TrainingJob:
     """The job of this node's ranks, from the answer of `resolve_with_files`."""
-    config = build_config(yaml.safe_load(answer["config"]), "the resolved configuration")
+    config = from_yaml(answer["config"], "the resolved configuration")
     config = run_folder.use_kept_code(local_copies.use_local_copies(config), paths)
     return TrainingJob(config, find_model_shape(config, paths), paths, *token_folders(answer), faults=tuple(faults))
 

@@ -7,20 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.autotune.dry_run import _dry_run, dry_run
 from phalanx.autotune.fake_passes import LiveBytes, compute_activation_bytes, measure_peak_bytes
 from phalanx.autotune.footprint import find_peak_bytes
 from phalanx.autotune.micro_batch import find_least_zero
 from phalanx.autotune.rank_bytes import in_memory_checkpoint_bytes, state_bytes
-from phalanx.autotune.run_size import STATE_MEMORY_SHARE
+from phalanx.autotune.run_size import MODES, STATE_MEMORY_SHARE
 from phalanx.config import load, resolve
 from phalanx.core.placement import Placement
 from phalanx.launch.dry_run_estimate import dry_run as command_dry_run
 from phalanx.layout.pipeline_stages import divide_layers
 from phalanx.models.families.catalog import PRESETS, parameter_count
 from phalanx.models.hf_config import config_from_spec
-from phalanx.models.layers import default_chunk
+from phalanx.models.layers import cross_entropy_sum, default_chunk
 from phalanx.models.llama import Llama
 from phalanx.parallel.parallelize import change_blocks
 from phalanx.parallel.pipeline import build_actions
@@ -40,7 +41,7 @@ KNOWN: dict[str, tuple[int, int, int]] = {}
 
 @pytest.fixture(autouse=True)
 def walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many tests ask of one model, cut in other ways: its sixteen passes with fake tensors are walked once."""
+    """Many tests ask of one model, cut in other ways: its passes with fake tensors are walked once, and of one mode."""
 
     def known(config: load.Config, workload: Any, grows: bool) -> tuple[int, int, int]:
         told = config.model_dump(mode="json")
@@ -55,6 +56,11 @@ def walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return KNOWN[key]
 
     monkeypatch.setattr("phalanx.autotune.dry_run.compute_activation_bytes", known)
+    walk_modes(monkeypatch, "none")
+
+
+def walk_modes(monkeypatch: pytest.MonkeyPatch, *modes: str) -> None:
+    monkeypatch.setattr("phalanx.autotune.dry_run.MODES", modes)
 
 
 def checked(model: dict[str, Any], **sections: Any) -> load.Config:
@@ -147,7 +153,8 @@ def forget(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def test_recomputation_saves_what_it_should() -> None:
+def test_recomputation_saves_what_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    walk_modes(monkeypatch, "none", "selective", "full")
     found = dry_run(checked(MODEL | {"layers": 8}), 1)["sequence"]
     assert found["none"] > 2 * found["full"]
     assert found["none"] > found["selective"] > found["full"]
@@ -166,6 +173,21 @@ def test_live_bytes_follow_storages_not_tensors() -> None:
         del other
         assert live.now == 0
     assert live.peak == 990 * 4
+
+
+@pytest.mark.parametrize(("tokens", "frozen"), [(40, False), (57, False), (57, True)])
+def test_three_chunks_of_the_loss_tell_what_all_take(tokens: int, frozen: bool) -> None:
+    """Also where the last one is shorter."""
+    peaks = []
+    for few in (False, True):
+        with FakeTensorMode():
+            hidden = torch.empty(tokens, 16, dtype=torch.bfloat16, requires_grad=True)
+            weight = torch.empty(300, 16, dtype=torch.bfloat16, requires_grad=not frozen)
+            labels = torch.empty(tokens, dtype=torch.int64)
+            with LiveBytes([hidden, weight, labels]) as live:
+                cross_entropy_sum(hidden, weight, labels, chunk=8, sizes_only=few).backward()
+        peaks.append(live.peak)
+    assert peaks[0] == peaks[1] > 8 * 300 * 10
 
 
 @pytest.mark.parametrize("preset", some(["llama-3-8b", "llama-3.1-405b"], 1))
@@ -189,7 +211,8 @@ def test_the_command_prints_what_was_found_and_touches_no_data(tmp_path: Path) -
     assert os.listdir(tmp_path) == ["recipe.yaml"]
 
 
-def test_the_tables_hold_every_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_hold_every_number(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    walk_modes(monkeypatch, *MODES)
     found = dry_run(checked(MODEL), 2)
     run_size.print_run_size(found)
     text = capsys.readouterr().out
@@ -204,7 +227,8 @@ def test_the_tables_hold_every_number(capsys: pytest.CaptureFixture[str]) -> Non
     assert "allow a fifth of the device" in text
 
 
-def test_a_chat_takes_hardly_more_than_text_of_the_same_length() -> None:
+def test_a_chat_takes_hardly_more_than_text_of_the_same_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    walk_modes(monkeypatch, "none", "full")
     text, chat = (dry_run(checked(MODEL, data={"seq_len": 32, "format": kind}), 1) for kind in ("text", "chat"))
     for mode, taken in text["sequence"].items():
         assert taken < chat["sequence"][mode] < 1.1 * taken  # a row has rotary tables of its own
@@ -301,16 +325,15 @@ def test_of_a_layout_the_fullest_rank_is_told(tmp_path: Path) -> None:
 def test_the_longest_row_fills_the_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(length: int) -> load.Config:
         shared = {"context": 4, "context_by": "gather", "zero": 3}
-        preset = {"preset": "llama-3.2-1b", "max_seq_len": 1 << 22, "vocab_size": 65536}
+        preset = {"preset": "llama-3.2-1b", "layers": 2, "max_seq_len": 1 << 22, "vocab_size": 65536}
         train = {"global_batch": 8, "micro_batch": 1}
-        return checked(preset, data={"seq_len": length}, parallel=shared, train=train,
-                       memory={"activations": "full"})  # fmt: skip
+        return checked(preset, data={"seq_len": length}, parallel=shared, train=train)
 
-    monkeypatch.setattr("phalanx.autotune.run_size.DEVICE_GIB", (8, 16, 80))
+    monkeypatch.setattr("phalanx.autotune.run_size.DEVICE_GIB", (2, 16, 80))
     short = dry_run(asked(8192), 4)
-    assert short["longest_rows"]["8"] == 0
+    assert short["longest_rows"]["2"] == 0
     for gib in (16, 80):  # rows of which the loss takes a good part, and rows of which blocks take most
-        there = _dry_run(asked(short["longest_rows"][str(gib)]), 4, ["full"])
+        there = _dry_run(asked(short["longest_rows"][str(gib)]), 4)
         assert there["memory_total"] == pytest.approx(0.8 * gib * 2**30, rel=0.05)
     run_size.print_run_size(short)
     assert f"{formats.format_count(short['longest_rows']['80'])} positions" in capsys.readouterr().out
@@ -321,6 +344,7 @@ def test_the_loss_takes_no_less_for_longer_rows() -> None:
     preset = {"preset": "llama-3.2-1b", "layers": 2, "max_seq_len": 1 << 17}
     chunk = default_chunk(128256, torch.device("meta"))
     lengths = [chunk // 2, chunk - 1, chunk, chunk + 1, 3 * chunk // 2, 2 * chunk + 1, 8 * chunk]
+    lengths = some(lengths, 1, 2, 3, 5)
     found = [
         _dry_run(
             checked(
@@ -338,7 +362,8 @@ def test_the_loss_takes_no_less_for_longer_rows() -> None:
     assert losses == sorted(losses)
 
 
-def test_a_table_of_positions_ends_the_longest_row(tmp_path: Path) -> None:
+def test_a_table_of_positions_ends_the_longest_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.autotune.dry_run.PART_LENGTHS", (4096, 16384))
     sizes = {"hidden": 64, "layers": 2, "heads": 4, "vocab_size": 300, "max_seq_len": 512}
     sections = {
         "data": {"seq_len": 256}, "train": {"global_batch": 2, "micro_batch": 1},

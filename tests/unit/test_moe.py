@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.layout.model_shape import EXPERT_TARGETS, LoraSpec, ModelSpec, MoESpec
@@ -58,6 +59,16 @@ def test_the_grouped_product_has_the_gradient_that_it_should() -> None:
     # A frozen stack gets none, and what is multiplied still does.
     (alone,) = torch.autograd.grad(multiply_groups(x, weight.detach(), ends).sum(), x)
     assert alone.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_grouped_product_of_tensors_without_values_has_shapes(dtype: torch.dtype) -> None:
+    """As a dry run walks a model."""
+    with FakeTensorMode():
+        x, weight = torch.empty(8, 16, dtype=dtype, requires_grad=True), torch.empty(3, 32, 16, dtype=dtype)
+        out = multiply_groups(x, weight.requires_grad_(), torch.empty(3, dtype=torch.int64))
+        given = torch.autograd.grad(out.sum(), (x, weight))
+    assert [tuple(each.shape) for each in (out, *given)] == [(8, 32), (8, 16), (3, 32, 16)]
 
 
 class Called(TorchDispatchMode):

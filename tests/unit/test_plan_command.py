@@ -469,7 +469,8 @@ def test_a_month_of_a_thousand_devices() -> None:
     assert again.output == done.output
 
 
-def test_a_simulated_plan_has_the_plans_steps(tmp_path: Path) -> None:
+def test_a_simulated_plan_has_the_plans_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_jobs, "SIZES", (8, 32, 128))
     words = ("plan", LLAMA, "--cluster", NODES, "--simulate", "--mtbf", "1d", "--days", 10)
     told = json.loads(phalanx(*words, "--json").output)
     assert told["job"]["step_assumed"] is False
@@ -485,7 +486,7 @@ def test_llama_3s_failures_by_what_is_kept() -> None:
         "plan",
         "--simulate",
         "--gpus",
-        1024,
+        256,
         "--mtbf",
         f"{54 * 24 / 419:.4f}h",
         "--days",
@@ -575,7 +576,8 @@ def test_nodes_send_each_other_what_they_keep(tmp_path: Path) -> None:
     assert "of each step a node sends" in " ".join(shown.split())
 
 
-def test_a_simulation_keeps_what_the_recipe_keeps_or_what_is_asked() -> None:
+def test_a_simulation_keeps_what_the_recipe_keeps_or_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_jobs, "SIZES", (8,))
     words = ("plan", LLAMA, "--cluster", NODES, "--simulate", "--mtbf", "1d", "--days", 5, "--json")
 
     def job(*more: object) -> dict[str, Any]:

@@ -152,6 +152,12 @@ def test_what_steps_in_memory_are_worth_is_said_for_steps_that_last(tmp_path: Pa
 # ------------------------------------------------------------------------------------------------------------ simulated
 
 
+@pytest.fixture
+def two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each further size of the cluster is a search of its own."""
+    monkeypatch.setattr(large_jobs, "SIZES", (8, 32))
+
+
 def job(*words: object) -> dict[str, Any]:
     done = phalanx("plan", *words, "--simulate", "--mtbf", "1d", "--days", 2, "--json")
     assert done.exit_code == 0, done.output
@@ -159,6 +165,7 @@ def job(*words: object) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.usefixtures("two_sizes")
 def test_a_simulated_step_pays_for_what_is_kept_and_no_more() -> None:
     """On a slow network nodes wait for each other's copies, which a job that keeps none does not."""
     slow = (LLAMA, "parallel.shard_degree=8", "--cluster", "2x(4xA100-80GB), 1Gb/s", "parallel.tensor=1",
@@ -176,6 +183,7 @@ def test_a_simulated_step_pays_for_what_is_kept_and_no_more() -> None:
     assert copies["goodput"] < memory["goodput"]
 
 
+@pytest.mark.usefixtures("two_sizes")
 def test_one_node_has_no_copies() -> None:
     words = (LLAMA, "--cluster", "8xA100-80GB")
     assert set(job(*words)["if_kept"]) == {"checkpoints", "memory"}
@@ -184,8 +192,9 @@ def test_one_node_has_no_copies() -> None:
     assert "resilience.replicate_every sets it" in failing(*words, "--simulate", "--copies-every", "2")
 
 
+@pytest.mark.usefixtures("two_sizes")
 def test_an_interval_that_is_held_fixed_is_simulated() -> None:
-    words = (LLAMA, "--cluster", NODES, "--checkpoint-time", "20s")
+    words = (LLAMA, "--cluster", NODES, "--checkpoint-time", "20s", "parallel.tensor=1", "parallel.pipeline=1")
     for keep in large_jobs.RECOVERY_SOURCES:
         best_of, often = job(*words, "--keep", keep), job(*words, "--keep", keep, "checkpoint.every=1")
         for told in (best_of, often):

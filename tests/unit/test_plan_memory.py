@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.autotune.dry_run import dry_run
+from phalanx.autotune.dry_run import _dry_run
 from phalanx.config import load
 from phalanx.models.attention import attention
 from phalanx.models.families.catalog import PRESETS
@@ -234,7 +234,6 @@ def test_our_own_engine_holds_what_a_dry_run_counts(
     activations: str,
     micro_batch: int,
     dtype: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tied and untied, within a few hundredths: of every part that is state exactly, of activations nearly."""
     spec = PRESETS[preset]
@@ -248,8 +247,7 @@ def test_our_own_engine_holds_what_a_dry_run_counts(
         },
         "a recipe",
     )
-    monkeypatch.setattr("phalanx.autotune.dry_run.MODES", (activations,))  # what others would take is not asked
-    counted = dry_run(config, 8)
+    counted = _dry_run(config, 8, [activations])
     work = StepWork(
         layers=4, hidden=spec.hidden, heads=spec.heads, kv_heads=spec.kv_heads, **find_head_widths(spec),
         **find_ffn_widths(4, spec.intermediate, spec.moe), qk_norm=spec.architecture.startswith("qwen3"),

@@ -225,7 +225,8 @@ def test_what_is_written_is_read_back(optim: dict[str, float], source: list[str]
     config = load.build_config(
         tree(optim=optim, data={"source": source, "cache": source[0]}, train={"seed": seed}), "here"
     )
-    assert load.build_config(load.parse_yaml(load.to_yaml(config), "there"), "there") == config
+    written = load.to_yaml(config)
+    assert load.build_config(load.parse_yaml(written, "there"), "there") == config == load.from_yaml(written, "there")
 
 
 def test_auto_is_resolved_by_device_and_world() -> None:
