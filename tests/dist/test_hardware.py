@@ -16,7 +16,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.layout.balance import parse_division
 from phalanx.layout.hardware import fit_line
-from tests.dist.command import call, contents, refused, write_place
+from tests.dist.command import contents, phalanx, refused, write_place
 from tests.helpers import run_ranks
 
 MODEL = """
@@ -34,19 +34,6 @@ class Model(llama.Llama):
     block = Block
 """
 JOB = ("recipe.yaml", "--ranks", "2", "model.code=slow.py", "train.global_batch=8", "train.micro_batch=8")
-
-
-def measuring(placement: Placement, folder: str, commands: list[list[str]]) -> list[Any]:
-    """`call`, in which passes are timed together for less long: what is slow here is very slow."""
-    from phalanx.autotune import measure
-
-    measure.BLOCK_S = 0.005
-    return call(placement, folder, commands)
-
-
-def phalanx(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    code, out, err = run_ranks(measuring, 1, folder=str(folder), commands=[list(arguments)])[0][0]
-    return code, out, err
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware, memory_limits
 from phalanx.layout.mesh_axes import MeshAxes
-from tests.dist.command import write_place
-from tests.dist.test_hardware import phalanx  # which measures in less time
+from tests.dist.command import phalanx, write_place
 from tests.helpers import run_ranks
 
 MODEL = """
