@@ -1,5 +1,6 @@
 """Tensor parallelism: ranks that share every layer walk the trajectory of one, and exchange what theory says."""
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from phalanx.parallel import parallelize
 from phalanx.parallel.init_weights import make_hf_fill, materialize
 from phalanx.parallel.model_part import fill_by_runs
 from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
+from tests import helpers
 from tests.dist.tensor_cases import (
     GLOBAL_BATCH,
     SEQ_LEN,
@@ -150,6 +152,8 @@ def compiled(placement: Placement) -> float:
     with among(placement, placement.world) as mesh:
         mine, other = values(spec, torch.float32), values(spec, torch.float32)
         held = apply_tensor_parallel(mine, make_tensor_context(mesh, spec.kv_heads, True))
+        if not helpers.ALL:  # inductor takes ten times longer
+            torch.compile = functools.partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
         parallelize.compile_units(mine, mine.blocks())
         for model in (mine, other):
             loss_of(model, 1, ALL).backward()
