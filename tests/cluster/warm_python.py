@@ -1,7 +1,6 @@
 """Programs for nodes in namespaces whose commands are forked from a process that has imported torch."""
 
 import contextlib
-import signal
 import socket
 import sys
 import tempfile
@@ -33,8 +32,6 @@ class WarmPython:
 
 
 def serve(placement: Placement, folder: str) -> None:
-    """`warm_shell.serve`, which passes on the signal that Slurm sends before a time limit, too."""
-    warm_shell.SIGNALS = (*warm_shell.SIGNALS, signal.SIGUSR1)  # type: ignore[assignment]
     place, address = Path(folder), f"{folder}/socket"
     warm_shell.write_client(place / "train", warm_shell.PYTHON, address)
     warm_shell.write_client(place / "phalanx", warm_shell.CLIENT, address)
