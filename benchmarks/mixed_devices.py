@@ -79,7 +79,8 @@ def calibrate(ratio: Sequence[int], alone: Callable[[int, float], float]) -> lis
     cores = quotas(ratio)
     for _ in range(2):
         rates = [alone(rank, part) / speed for rank, (part, speed) in enumerate(zip(cores, ratio, strict=True))]
-        cores = [min(1.0, part * rates[0] / each) for part, each in zip(cores, rates, strict=True)]
+        # On a busy machine rates are anything; the kernel takes no less than this of periods of 5 ms.
+        cores = [max(0.2, min(1.0, part * rates[0] / each)) for part, each in zip(cores, rates, strict=True)]
     return cores
 
 

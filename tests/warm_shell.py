@@ -29,7 +29,8 @@ from phalanx.system.fork import die_with, fork
 from tests import helpers, zygote
 from tests.helpers import ROOT, START_S, wait_until
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPWR)  # that clients pass on
+# That clients pass on; the last is what Slurm sends before a time limit.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPWR, signal.SIGUSR1)
 SPACES = ("net", "ipc", "uts", "time", "pid", "mnt")
 CALL = """
 import json, os, signal, socket, sys

@@ -64,7 +64,7 @@ def _auto(key: str) -> str:
         return "stays auto: measured during the whole run"
     if key in ("balance.context", "balance.experts"):
         return "stays auto: decided at each start"
-    if key == "balance.optimizer_state":
+    if key in ("balance.optimizer_state", "parallel.layers_per_stage"):
         return "resolved at the first start, and again for other ranks; the event auto_resolved has the value"
     if key in RESOLVED_ANEW:
         return "resolved at each start; config.yaml of the run folder has the value"

@@ -200,13 +200,14 @@ def _problems_of_the_rest(tree: dict[str, Any], wrong: Sequence[Any]) -> list[st
     """Invalid combinations among the valid keys, so that one run reports all errors."""
     rest = copy.deepcopy(tree)
     dropped = []
-    for key in {".".join(find_error_key(error["loc"])[0].split(".")[:2]) for error in wrong}:
-        section, _, leaf = key.partition(".")
-        parent = rest.get(section) if leaf else rest
-        if not isinstance(parent, dict) or (leaf or section) not in parent:
-            return []  # not a key of a section: the rest has no meaning
-        del parent[leaf or section]
-        dropped.append(key)
+    for parts in {tuple(find_error_key(error["loc"])[0].split(".")) for error in wrong}:
+        parent, depth = rest, 1
+        while depth < len(parts) and isinstance(parent.get(parts[depth - 1]), dict):
+            parent, depth = parent[parts[depth - 1]], depth + 1
+        if parts[depth - 1] not in parent:
+            return []  # a key that is missing: the rest has no meaning
+        del parent[parts[depth - 1]]
+        dropped.append(".".join(parts[:depth]))
     try:
         config = Config.model_validate(rest)
     except ValidationError:

@@ -149,13 +149,18 @@ def _moe(section: MoESection, spec: ModelSpec) -> MoESpec | None:
 
 def decide_experts(config: Config, hf_spec: ModelSpec | None) -> list[tuple[str, str, str]]:
     """Resolve how an even load of experts is kept, where that is `auto`, of a model of a folder's `hf_spec` or of drawn
-    weights: keys, values and reasons."""
+    weights: keys, values and reasons. Raises ConfigError for a weight where there is no loss."""
     moe, section = None if hf_spec is None else hf_spec.moe, config.model.moe
     if not (recipe_family(config) if hf_spec is None else family_of(hf_spec)).has_experts:
         return []
     balance, over, why = "sequence", "layer", "the weights are drawn"
     if moe is not None and moe.balance == "none":
         balance, why = "none", "config.json of model.from_hf asks for no loss (output_router_logits)"
+        if section.balance == "auto" and section.balance_weight:
+            raise ConfigError(
+                f"model.moe.balance_weight is {section.balance_weight:g}, but model.moe.balance is auto, and {why}; "
+                "set model.moe.balance, or remove model.moe.balance_weight"
+            )
     elif moe is not None:
         balance, over = "step_before", "model"
         why = "transformers' loss, which config.json of model.from_hf asks for, depends on the micro-batch"
@@ -338,7 +343,8 @@ def find_model_problems(config: Config) -> list[str]:
     found, model = [], config.model
     shape_given = [name for name in SHAPE_FIELDS if getattr(model, name) is not None]
     shape_given += [f"moe.{name}" for name in MOE_SHAPE_FIELDS if getattr(model.moe, name) is not None]
-    if not model.from_hf and not recipe_family(config).has_experts and model.moe != MoESection():
+    counted = model.moe.experts is not None and model.moe.experts_per_token is not None  # which is a shape
+    if not (model.from_hf or recipe_family(config).has_experts or counted) and model.moe != MoESection():
         able = ", ".join(each.name for each in FAMILIES.values() if each.has_experts)
         found.append(f"model.moe is set, but the model has no experts; set model.architecture to {able}, or remove it")
     if model.moe.bias_rate is not None and model.moe.balance != "bias":

@@ -26,12 +26,12 @@ from phalanx.core.errors import ConfigError
 
 Decision = tuple[str, Any, str]  # key, value, reason
 
-# The layout depends on the cluster, which may change between starts. Parts of rows, of experts and of the batch, and
-# the number of tokenising processes, are never resolved.
+# The layout depends on the cluster, which may change between starts. Stages, parts of rows, of experts and of the
+# batch, and the number of tokenising processes, are never resolved.
 RESOLVED_ANEW = (
     "parallel.layout", "parallel.engine", "parallel.zero", "parallel.grad_reduce", "parallel.shard_degree",
-    "parallel.sequence_parallel", "balance.batch", "balance.optimizer_state", "balance.context", "balance.experts",
-    "data.workers",
+    "parallel.sequence_parallel", "parallel.layers_per_stage", "parallel.context_by", "balance.batch",
+    "balance.optimizer_state", "balance.context", "balance.experts", "data.workers",
 )  # fmt: skip
 RESOLVED_FOR_DEVICES = ("train.micro_batch", "train.compile", "memory.activations")
 HUB_COMMIT = re.compile(r"([^/@]+/[^/@]+)@[0-9a-f]{40}")  # organization/name@commit

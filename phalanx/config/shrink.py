@@ -165,7 +165,7 @@ def _shapes(config: Config, seq_len: int, trained_vocab: int | None) -> dict[str
     if spec.latent is not None:
         given["latent"] = list(asdict(spec.latent).values())
     if spec.moe is not None:
-        given |= {f"moe.{name}": getattr(spec.moe, name) for name in (*MOE_SHAPE_FIELDS, "balance_weight")}
+        given |= {f"moe.{name}": getattr(spec.moe, name) for name in MOE_SHAPE_FIELDS}
     rows = spec.vocab_size if model.preset else model.vocab_size
     given["vocab_size"] = rows if trained_vocab is None or rows == "auto" else min(rows, trained_vocab)
     if model.max_seq_len is None and model.preset is None:

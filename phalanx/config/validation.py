@@ -112,6 +112,14 @@ def find_unused_keys(config: Config, several: bool = True) -> list[str]:
             for key in ("fp8_history", "fp8_margin")
             if getattr(config.train, key) != defaults[key].default
         ]
+    moe, layers = config.model.moe, config.model.layers
+    if moe.balance == "none" and moe.balance_weight:
+        found.append(
+            "model.moe.balance_weight has no effect with model.moe.balance none; remove it, or set another "
+            "model.moe.balance"
+        )
+    if layers is not None and (beyond := [each for each in moe.dense_layers or () if each >= layers]):
+        found.append(f"model.moe.dense_layers names {beyond[0]}, but the model has layers 0 to {layers - 1}; remove it")
     return found
 
 

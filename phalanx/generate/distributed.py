@@ -20,13 +20,7 @@ from phalanx.system.torchrun_env import device_of
 
 PRELOAD = ("torch", "torch._dynamo", "phalanx.generate.decode")
 GRACE_S = 10.0
-# The run's layout does not matter here; nothing is trained.
-CHANGES = {
-    "parallel.engine": "auto", "parallel.zero": "auto", "parallel.shard_degree": "auto", "parallel.schedule": "1f1b",
-    "parallel.layers_per_stage": "auto", "parallel.sequence_parallel": False, "memory.activations": "none",
-    "train.compile": False, "parallel.context": 1, "parallel.context_by": "auto", "balance.context": "auto",
-    "parallel.expert": 1, "balance.experts": "auto",
-}  # fmt: skip
+KEPT = ("model", "data", "task")  # sections of the run's configuration; the others say how it was trained
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,9 @@ def _check_config(folder: str, tensor: int, pipeline: int) -> None:
 
 
 def _config(paths: RunPaths, axes: MeshAxes) -> Any:
-    from phalanx.config.load import update_config
+    """The run's model in a layout of these `axes`."""
+    from phalanx.config.load import build_config
+    from phalanx.config.model_spec import MOE_SHAPE_FIELDS
     from phalanx.trainer.run_folder import read_run_config
 
     config = read_run_config(paths)
@@ -81,7 +77,12 @@ def _config(paths: RunPaths, axes: MeshAxes) -> Any:
         raise ConfigError(f"{paths.display_name} has no checkpoint yet, so there is no model; train it first")
     if config.task.kind != "language":
         raise ConfigError(f"{paths.display_name} was trained for task.kind {config.task.kind}, which writes no text")
-    return update_config(config, CHANGES | {"parallel.tensor": axes.tensor, "parallel.pipeline": axes.pipeline})
+    tree = {name: getattr(config, name).model_dump(mode="json", exclude_unset=True) for name in KEPT}
+    tree["model"]["moe"] = {name: getattr(config.model.moe, name) for name in MOE_SHAPE_FIELDS}  # not their balancing
+    tree["train"] = {"dtype": config.train.dtype, "compile": False}
+    tree["parallel"] = {"tensor": axes.tensor, "pipeline": axes.pipeline, "sequence_parallel": False}
+    tree["comm"] = {"timeout_s": config.comm.timeout_s}
+    return build_config(tree, "the model in this layout")
 
 
 def _run_rank(request: GenerationRequest, placement: Placement) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.core.errors import ConfigError
+from phalanx.layout.tensor_shards import EXPERTS
 
 FP8_GATHERED = "fp8"  # the dtype of parameters that are gathered in FP8 (engine/fp8_gather.py)
 GRANULE = 64  # elements: every range starts at a multiple, so that the fastest kernels and whole cache lines apply
@@ -39,9 +40,9 @@ class ParameterSpec:
 
     @property
     def update_shape(self) -> tuple[int, ...]:
-        """The shape by which update rules tell matrices from vectors: a stack of biases (of experts) is a vector."""
-        stacked = len(self.shape) > 1 and self.name.endswith("_bias")
-        return (self.elements,) if stacked else self.shape
+        """The shape by which update rules tell matrices from vectors: a stack of experts' biases is a vector."""
+        biases = EXPERTS in self.name and self.name.endswith("_bias")
+        return (self.elements,) if biases else self.shape
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ def reference_multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor
 def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows `ends[g - 1]` to `ends[g]` of `x` by the matrix of group g, transposed; differentiable.
 
-    x (T, in), weight (G, out, in), ends (G,) int64, not falling -> (T, out). Rows from ends[-1] on are zeros, and get
-    zeros as their gradient. A group without rows is fine; its matrix's gradient is zeros.
+    x (T, in), weight (G, out, in), ends (G,) of integers, not falling -> (T, out). Rows from ends[-1] on are zeros, and
+    get zeros as their gradient. A group without rows is fine; its matrix's gradient is zeros.
     """
     out: Tensor = _Product.apply(x, weight, ends)
     return out
@@ -36,16 +36,30 @@ def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def multiply_group_gradients(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """The gradient of `multiply_groups` to its matrices: grad (T, out), x (T, in), ends (G,) -> (G, out, in)."""
-    out: Tensor = torch.ops.phalanx.grouped_mm_weight_grad(grad, x, ends)
+    function = _grouped_mm_weight_grad if _starts_sooner(x, grad.shape[1]) else torch.ops.phalanx.grouped_mm_weight_grad
+    out: Tensor = function(grad, x, ends)
     return out
 
 
-def _has_kernel(x: Tensor, widths: tuple[int, int]) -> bool:
-    """Whether torch has a kernel for these operands."""
-    aligned = all(width * x.dtype.itemsize % _ALIGNMENT == 0 for width in widths)
-    if not aligned or x.shape[0] == 0 or x.dtype.itemsize > 4:
+def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`multiply_groups` without its gradient."""
+    function = _grouped_mm if _starts_sooner(x, weight.shape[1]) else torch.ops.phalanx.grouped_mm
+    out: Tensor = function(x, weight, ends)
+    return out
+
+
+def _starts_sooner(x: Tensor, out: int) -> bool:
+    """Whether to call torch's kernel by itself and not by our operator, which takes as long as a small product on a CPU
+    to start. A compiler, and tensors without values, need the operator."""
+    return type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling() and _has_kernel(x, out)
+
+
+def _has_kernel(x: Tensor, out: int) -> bool:
+    """Whether torch has a kernel for products of `x` that are `out` wide."""
+    (rows, into), size = x.shape, x.dtype.itemsize
+    if size > 4 or (into | out) * size % _ALIGNMENT or rows == 0:
         return False
-    return x.dtype == torch.bfloat16 or x.device.type == "cpu"
+    return x.is_cpu or x.dtype == torch.bfloat16
 
 
 def _counts(ends: Tensor) -> list[int]:
@@ -56,7 +70,7 @@ def _counts(ends: Tensor) -> list[int]:
 
 def _without_tail(x: Tensor, ends: Tensor) -> Tensor:
     """`x` with zeros from ends[-1] on, without waiting for the device."""
-    if x.device.type == "cpu" and int(ends[-1]) == x.shape[0]:
+    if x.is_cpu and int(ends[-1]) == x.shape[0]:
         return x
     return x.masked_fill_(torch.arange(x.shape[0], device=x.device)[:, None] >= ends[-1], 0)
 
@@ -77,10 +91,10 @@ def make_operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
 @make_operator("grouped_mm(Tensor x, Tensor weight, Tensor ends) -> Tensor")
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if _has_kernel(x, (weight.shape[1], weight.shape[2])):
-        product = F.grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends.to(torch.int32))
+    if _has_kernel(x, width := weight.shape[1]):
+        product = F.grouped_mm(x.contiguous(), weight.mT, offs=ends.to(torch.int32))
         return _without_tail(product, ends)
-    counts, out = _counts(ends), x.new_empty(x.shape[0], weight.shape[1])
+    counts, out = _counts(ends), x.new_empty(x.shape[0], width)
     rest = x.shape[0] - sum(counts)
     # Indexing weight[g] instead would cost a whole gradient of the stack for each group where autograd sees it.
     for part, matrix, into in zip(x.split([*counts, rest]), weight.unbind(0), out.split([*counts, rest]), strict=False):
@@ -91,8 +105,8 @@ def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @make_operator("grouped_mm_weight_grad(Tensor grad, Tensor x, Tensor ends) -> Tensor")
 def _grouped_mm_weight_grad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    if _has_kernel(x, (grad.shape[1], x.shape[1])):
-        return F.grouped_mm(grad.contiguous().T, x.contiguous(), offs=ends.to(torch.int32))
+    if _has_kernel(x, grad.shape[1]):
+        return F.grouped_mm(grad.contiguous().mT, x.contiguous(), offs=ends.to(torch.int32))
     counts = _counts(ends)
     parts = [*counts, x.shape[0] - sum(counts)]
     out = x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
@@ -114,15 +128,15 @@ def _grouped_mm_weight_grad_shape(grad: Tensor, x: Tensor, ends: Tensor) -> Tens
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ends = ends.to(torch.int32)  # once for the three products
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, ends)
-        out: Tensor = torch.ops.phalanx.grouped_mm(x, weight, ends)
-        return out
+        return _multiply(x, weight, ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
-        to_x = None if weight is None else torch.ops.phalanx.grouped_mm(grads[0], weight.transpose(1, 2), ends)
+        to_x = None if weight is None else _multiply(grads[0], weight.mT, ends)
         to_weight = None if x is None else multiply_group_gradients(grads[0], x, ends)
         return to_x, to_weight, None
 

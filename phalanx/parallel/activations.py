@@ -27,7 +27,7 @@ _ATTENTION = (
     "aten._scaled_dot_product_attention_math_for_mps",
     "torch_attn._varlen_attn",
 )
-_OWN = ("phalanx.grouped_mm", "phalanx.delayed_product")
+_OWN = ("phalanx.grouped_mm", "aten._grouped_mm", "phalanx.delayed_product")
 
 
 def recompute(units: Sequence[nn.Module], selective: bool) -> None:

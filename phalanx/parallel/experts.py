@@ -53,11 +53,13 @@ class ExpertParallel:
         `feed` does the same for the experts of this rank. Waits for the device, to know how much is exchanged."""
         sent_by_expert, mine = counts.split(list(self.counts)), self.counts[self.rank]
         received_by_expert = self._exchange_counts(counts)  # (ranks, mine)
-        sent = [int(each.sum()) for each in sent_by_expert]
-        received = received_by_expert.sum(1).tolist()
+        # Read together: the device is waited for once, not for each rank.
+        sizes = torch.stack([each.sum() for each in (*sent_by_expert, *received_by_expert)]).tolist()
+        sent, received = sizes[: self.size], sizes[self.size :]
         arrived = self._exchange(rows, sent, received)  # by sender, then by expert
         experts = torch.arange(mine, device=rows.device).repeat(self.size)
-        order = experts.repeat_interleave(received_by_expert.flatten()).argsort(stable=True)
+        of_rows = experts.repeat_interleave(received_by_expert.flatten(), output_size=sum(received))
+        order = of_rows.argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
         # Also with no experts or no rows: every rank's graph must have the two exchanges in it.
         given = feed(sort_rows(arrived, order, inverse, 1), received_by_expert.sum(0))

@@ -227,19 +227,16 @@ class CostModel:
             self._rings[key] = link_cost.ring_of(first, ranks, stride, self.cluster)
         return self._rings[key]
 
-    def _is_near(self, one: int, other: int) -> bool:
-        """Whether two devices are on the same node."""
-        return self.cluster.node_of(one) == self.cluster.node_of(other)
-
     # ---------------------------------------------------------------------------------------------------------- seconds
 
     def _layer(self, choice: LayoutChoice, kind: DeviceKind, first: int, rows: float) -> LayerCost:
         """Of a device in the groups that begin with device `first`."""
-        tensor = choice.tensor
+        tensor, together = choice.tensor, choice.expert_ranks
         rings = LayerRings(
             self._ring(first, tensor, 1) if tensor > 1 else None,
             self._ring(first, choice.context, tensor) if choice.context > 1 else None,
-            self._ring(first, choice.expert_ranks, 1) if self.work.experts and choice.expert_ranks > 1 else None,
+            # Rows are divided over parts of such a group, too.
+            self._ring(first // together * together, together, 1) if self.work.experts and together > 1 else None,
         )
         key = (
             kind.name, tensor, choice.context, choice.expert, choice.sequence, choice.recompute, choice.attention,
@@ -267,22 +264,23 @@ class CostModel:
             forward = max(0.0, copies_s - (layers[number] - 1) * layer.forward_s)
             backward = max(0.0, copies_s - (layers[number] - 1) * layer.backward_s)
             offload = forward + backward
-        forward += layers[number] * layer.forward_s
+        forward_only = layers[number] * layer.forward_s
         backward += layers[number] * layer.backward_s
         for wanted, edge in zip(choice.ends(number), (layer.embedding, layer.head), strict=True):
             if wanted:
                 device_s, host_s = edge.forward_s + 0.5 * layer.exchange_s, edge.host_forward_s + 0.5 * layer.calls_s
                 passed = compute_cost.overlap_host_s(device_s, host_s, constants)
-                forward += passed
+                forward_only += passed
                 backward += compute_cost.overlap_host_s(edge.backward_s, edge.host_backward_s, constants)
                 waits += passed - compute_cost.overlap_host_s(edge.forward_s, edge.host_forward_s, constants)
+        forward += forward_only * (2 if work.counts_ahead else 1)
         if choice.pipeline > 1:
             moved, gathered_s = self._handed(choice, first, moved)
             beside = min(copies * choice.tensor, cluster.node_size_of(first))
             width = copies * choice.tensor
             for other in (number - 1, number + 1):
                 if 0 <= other < choice.pipeline:
-                    near = self._is_near(first, first + (other - number) * width)
+                    near = cluster.node_of(first) == cluster.node_of(first + (other - number) * width)
                     sent = (
                         link_cost.send_s(moved, near, kind, cluster, beside, constants) + gathered_s + constants.skew_s
                     )

@@ -221,8 +221,10 @@ def estimate_comm_time(
     later = parts * cluster.busy_hop_s * _hops(shard), parts * cluster.busy_hop_s * (_hops(shard) + 2 * _hops(spread))
     if choice.engine == "fsdp" or choice.zero == 3:
         regathered, again = (gather, later[0]) if choice.zero == 3 else (0.0, 0.0)
-        sent = _fetched(passes_s, gather, regathered + reduce, reduce, units, (later[0], again + later[1]))
-        silent = _fetched(passes_s, gather, regathered, 0.0, units, (later[0], again))
+        passes = 2 if work.counts_ahead else 1  # of forward ones
+        gather, ahead = passes * gather, passes * later[0]
+        sent = _fetched(passes_s, gather, regathered + reduce, reduce, units, (ahead, again + later[1]))
+        silent = _fetched(passes_s, gather, regathered, 0.0, units, (ahead, again))
         alone = micro_batches - reduces
         return CommTime(reduces * sent[0] + alone * silent[0], reduces * sent[1] + alone * silent[1])
     return _planned(choice.slots > 1, passes_s, reduce, gather, units, reduces, later)

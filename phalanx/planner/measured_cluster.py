@@ -13,13 +13,13 @@ from phalanx.core.errors import ConfigError
 from phalanx.layout import hardware
 from phalanx.layout.balance import UNBOUND, Speed
 from phalanx.layout.hardware import Hardware, MeasuredDevice
-from phalanx.layout.model_shape import MoESpec
+from phalanx.layout.model_shape import LATENT_WIDTHS, LatentSpec, ModelSpec, MoESpec
 from phalanx.models.families.catalog import DEFAULT_FAMILY, FAMILIES
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.cost import CostModel
 from phalanx.planner.device_catalog import DEFAULT_CONSTANTS, DEVICE_KINDS, GIB, RANGES, CostConstants, DeviceKind
 from phalanx.planner.layout_choice import LayoutChoice
-from phalanx.planner.work import WIDTH, StepWork, find_ffn_widths
+from phalanx.planner.work import WIDTH, StepWork, find_ffn_widths, find_head_widths
 
 CALLS_AT_MOST = 2.0  # times as fast that a CPU may be without what its calls take
 FALLBACK_KIND = "A100-40GB"  # substitute for an unknown accelerator, at the measured speed
@@ -30,6 +30,7 @@ ALIKE_MEMORY = 1.02  # ratio of the memories of two devices that count as equal
 # Of the model that was measured, without which its passes say nothing of another one's.
 SHAPES = ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab_size", "positions", "head_dim")
 MOE_SHAPES = ("moe_experts", "moe_experts_per_token", "moe_intermediate")
+MAY_BE_ZERO = ("moe_shared", *LATENT_WIDTHS)
 
 
 def cluster_from_hardware(found: Hardware, constants: CostConstants = DEFAULT_CONSTANTS) -> ClusterSpec:
@@ -151,7 +152,12 @@ def _work_of(work_record: dict[str, Any], on_host: bool = False) -> StepWork:
     window, full = work_record.get("sliding_window"), work_record.get("full_attention_layers") or []
     names = SHAPES + (MOE_SHAPES if "moe_experts" in work_record else ())
     sizes = {name: work_record.get(name) for name in names} | ({} if window is None else {"sliding_window": window})
-    wrong = [name for name, value in sizes.items() if type(value) is not int or not 1 <= value <= UNBOUND]
+    sizes |= {name: work_record[name] for name in MAY_BE_ZERO if name in work_record}
+    wrong = [
+        name
+        for name, value in sizes.items()
+        if type(value) is not int or not (name not in MAY_BE_ZERO) <= value <= UNBOUND
+    ]
     dense = work_record.get("moe_dense_layers", [])
     for name, layers in (("full_attention_layers", full), ("moe_dense_layers", dense)):
         if not isinstance(layers, list | tuple) or any(type(layer) is not int for layer in layers):
@@ -168,7 +174,15 @@ def _work_of(work_record: dict[str, Any], on_host: bool = False) -> StepWork:
             experts_per_token=work_record["moe_experts_per_token"],
             intermediate=work_record["moe_intermediate"],
             dense_layers=tuple(dense),
+            shared=work_record.get("moe_shared", 0),
         )
+    has_latent = sizes.keys() >= set(LATENT_WIDTHS)
+    latent = LatentSpec(**{name: work_record[name] for name in LATENT_WIDTHS}) if has_latent else None
+    spec = ModelSpec(
+        vocab_size=work_record["vocab_size"], hidden=work_record["hidden"], layers=work_record["layers"],
+        heads=work_record["heads"], kv_heads=work_record["kv_heads"], head_dim=work_record["head_dim"],
+        intermediate=work_record["intermediate"], max_seq_len=work_record["positions"], latent=latent,
+    )  # fmt: skip
     widths = find_ffn_widths(work_record["layers"], work_record["intermediate"], moe)
     options = FAMILIES.get(str(work_record.get("architecture")), DEFAULT_FAMILY).options
     return StepWork(
@@ -176,7 +190,7 @@ def _work_of(work_record: dict[str, Any], on_host: bool = False) -> StepWork:
         kv_heads=work_record["kv_heads"], **widths, vocabulary=work_record["vocab_size"],
         seq_len=work_record["positions"], global_batch=1,
         tied=bool(work_record.get("tie_embeddings")), gated=options.gated, biases=options.biases,
-        head_dim=work_record["head_dim"], embedding_width=work_record.get("embedding_width") or 0,
+        **find_head_widths(spec), embedding_width=work_record.get("embedding_width") or 0,
         precision=work_record["dtype"] if work_record["dtype"] != "mixed" else "fp32" if on_host else "fp16",
         window=window or 0, full_layers=sum(layer < work_record["layers"] for layer in full),
         both_ways=not options.causal,

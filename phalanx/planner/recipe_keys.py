@@ -159,6 +159,7 @@ def work_of(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> StepWork:
         qk_norm=bool(computes.qk_norm),
         own_positions=config.data.format in ("chat", "prompt") or config.data.isolate_documents,
         context_by=config.parallel.context_by,
+        counts_ahead=spec.moe is not None and spec.moe.balance in ("step", "group"),
     )
 
 

@@ -186,7 +186,8 @@ class StepWork(DecoderShape):
     `memory` and `replicate` are those of a recipe's `resilience`: on CPUs what they keep lies in the same memory;
     `replays`: other nodes can make updates again.
     `own_positions`: those of a row are not 0, 1, 2 ..., since it holds several documents. `context_by`: how ranks that
-    share rows exchange keys; "auto" chooses as a run does.
+    share rows exchange keys; "auto" chooses as a run does. `counts_ahead`: a forward pass ahead counts the choices of
+    experts.
     """
 
     seq_len: int
@@ -208,6 +209,7 @@ class StepWork(DecoderShape):
     replays: bool = False
     own_positions: bool = False
     context_by: str = "auto"
+    counts_ahead: bool = False
 
     @cached_property
     def width(self) -> int:

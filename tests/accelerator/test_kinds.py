@@ -27,7 +27,7 @@ from tests.accelerator.device import needs_device, run_on_device
 from tests.numerics import runs
 
 pytestmark = needs_device
-FEW = {"train__steps": 6, "optim__decay_steps": 6, "train__micro_batch": 4}
+FEW = {"train__steps": 4, "optim__decay_steps": 4, "train__micro_batch": 4}
 ALONE = FEW | {"parallel__engine": "single"}
 SHARDED = FEW | {"parallel__engine": "sharded"}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from tests.accelerator.curves import EVERYTHING, References, assert_near, on_dev
 from tests.accelerator.device import needs_device, run_on_device
 
 pytestmark = needs_device
-FEW = {"train__steps": 6, "optim__decay_steps": 6}
+FEW = {"train__steps": 4, "optim__decay_steps": 4}
 SHARDED = {"parallel__engine": "sharded"} | FEW
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 3": (2, SHARDED | {"parallel__zero": 3, "train__micro_batch": 2}),

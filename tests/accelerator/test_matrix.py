@@ -26,7 +26,7 @@ PAIRS = matrix.cells(2, QUICK)
 # Those that have a value that none before them has: each value, and half of all pairs.
 FEW = [cell for place, cell in enumerate(PAIRS) if set(cell) - set(itertools.chain(*PAIRS[:place]))]
 CELLS = matrix.cells(3, tuple(matrix.ORDERS)) if EVERYTHING else FEW
-STEPS, KILLED = 5, 4
+STEPS, KILLED = 4, 3
 RECIPE = {
     "train.steps": STEPS, "optim.decay_steps": STEPS, "train.micro_batch": 2, "model.layers": 3,
     "resilience.heartbeat_timeout_s": 1,

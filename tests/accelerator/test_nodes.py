@@ -13,7 +13,7 @@ from tests.cluster.lives import curve, events, life, state
 from tests.dist import command
 
 pytestmark = needs_device
-SHORT = ["train.steps=40", "train.compile=false", "train.dtype=fp32"]
+SHORT = ["train.steps=20", "train.compile=false", "train.dtype=fp32"]
 
 
 def node(placement: Placement, **arguments: Any) -> Any:
@@ -26,13 +26,13 @@ def test_a_node_is_lost_and_every_bit_stays(tmp_path: Path) -> None:
     command.write_place(tmp_path)
     (tmp_path / "recipe.yaml").write_text(lives.RECIPE)
 
-    def train(run: str, lost: list[lives.Life]) -> None:
+    def train(run: str, *nodes: list[lives.Life]) -> None:
         start = functools.partial(run_on_device, order="threads")
-        ended = lives.train(tmp_path, run, [[life()], lost, [life()]], 2, *SHORT, start=start, node=node)
-        assert [each[-1][0] for each in ended] == [0, -9 if run == "lost" else 0, 0], ended
+        ended = lives.train(tmp_path, run, list(nodes), 2, *SHORT, start=start, node=node)
+        assert [each[-1][0] for each in ended] == ([0, -9, 0] if run == "lost" else [0, 0]), ended
 
-    train("calm", [life()])
-    train("lost", [life(end=10)])
+    train("calm", [life()], [life()])
+    train("lost", [life()], [life(end=6)], [life()])
     (begun, *_) = events(tmp_path / "lost", EventKind.RUN_STARTED)
     assert begun["device"] == "sim"
     assert not [
@@ -40,5 +40,5 @@ def test_a_node_is_lost_and_every_bit_stays(tmp_path: Path) -> None:
     ]
     (told,) = events(tmp_path / "lost", EventKind.NODE_LOST)
     assert told["node"] == 1
-    assert state(tmp_path / "lost", 40) == state(tmp_path / "calm", 40)
+    assert state(tmp_path / "lost", 20) == state(tmp_path / "calm", 20)
     assert curve(tmp_path / "lost") == curve(tmp_path / "calm")

@@ -29,7 +29,7 @@ from phalanx.recovery.replica_client import SOCKET
 from phalanx.system.fork import fork
 from tests.helpers import run_ranks, wait_until
 
-STEPS = 60
+STEPS = 36
 RECIPE = """
 model: {hidden: 16, layers: 1, heads: 2, intermediate: 32, dropout: 0.1}
 data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cache: cache}
@@ -42,6 +42,17 @@ resilience: {heartbeat_timeout_s: 3}
 report: {tensorboard: false}
 """.replace("STEPS", str(STEPS))
 PATIENCE_S = 200.0
+# A model that waits in each pass, as for a GPU: what trains until something happens takes no core meanwhile.
+SLOW = "model.code=slow.py"
+SLOW_MODEL = """
+import time
+from phalanx.models.llama import Llama
+
+class Model(Llama):
+    def forward(self, *inputs, **named):
+        time.sleep(0.05)
+        return super().forward(*inputs, **named)
+"""
 
 # What happens to a node, one life after the other: `begin` and `end` are steps of the run at which it is started and
 # gets `signal` (0 and None: at once, and not at all); or it is started when the first life of another node, `begin`,

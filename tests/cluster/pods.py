@@ -7,13 +7,10 @@ and a replacement pod has another address and an empty `/dev/shm`.
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +22,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.launch import jobs
 from phalanx.launch.schedulers.scheduler import LaunchOptions
 from phalanx.provision.namespaces import Namespaces
-from tests import warm_shell
-from tests.helpers import ROOT, run_ranks, wait_until
+from tests.helpers import ROOT, wait_until
 
 KUBECTL = """#!/bin/sh
 case "$*" in
@@ -133,23 +129,6 @@ class PodCluster:
             if code in rule.get("onExitCodes", {}).get("values", []):
                 return str(rule["action"])
         return "Count"
-
-
-@contextlib.contextmanager
-def warm_python() -> Iterator[Path]:
-    """A Python for containers whose `phalanx train` is forked from a process that has imported torch; a killed one
-    has to be a real process, so it is not for tests that kill `phalanx train`."""
-    with tempfile.TemporaryDirectory(prefix="phalanx-warm-") as place, ThreadPoolExecutor(1) as pool:
-        address, python = f"{place}/socket", Path(place, "python")
-        warm_shell.write_client(python, warm_shell.PYTHON, address)
-        served = pool.submit(run_ranks, warm_shell.serve, 1, timeout_s=400, address=address)
-        wait_until(lambda: served.done() or Path(address).exists(), timeout_s=200)
-        try:
-            yield python
-        finally:
-            with socket.socket(socket.AF_UNIX) as over, contextlib.suppress(OSError):  # it may have failed to start
-                over.connect(f"{address}.end")
-            served.result()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx.provision.namespaces import _group_root
 from phalanx.system.fork import die_with
 from tests.helpers import ROOT, wait_until
 
@@ -67,6 +68,8 @@ def why_not() -> str | None:
         return "a Slurm cluster in namespaces needs root"
     if missing := [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]:
         return f"there is no {missing[0]}; Debian has it in slurm-wlm, munge, iproute2 or util-linux"
+    if _group_root() is None:  # commands that are forked for a node (warm_python.py) are in its
+        return "no control groups of version 2 are mounted"
     if not Path("/etc/slurm").is_dir():
         return "there is no folder /etc/slurm, over which each node has its own"
     done = subprocess.run(["unshare", "--net", "--pid", "--mount", "--fork", "true"], capture_output=True, text=True)

@@ -13,17 +13,19 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.launch.start_outcomes import read_start_outcomes
 from phalanx.provision.namespaces import find_obstacle
 from tests.cluster import pods
-from tests.cluster.lives import events
+from tests.cluster.lives import SLOW, SLOW_MODEL, events
+from tests.cluster.warm_python import WarmPython
 from tests.dist import command
 from tests.helpers import ALL
 
-STEPS = ("train.steps=400", "checkpoint.every=300", "k8s.shared_memory_gib=1", "train.eval_every=1000")
+STEPS = ("train.steps=400", "checkpoint.every=300", SLOW, "k8s.shared_memory_gib=1", "train.eval_every=1000")
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     if (reason := find_obstacle(tmp_path)) is not None:
         pytest.skip(reason)
+    (tmp_path / "slow.py").write_text(SLOW_MODEL)
     return command.write_place(tmp_path)
 
 
@@ -52,10 +54,12 @@ def parent(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("PPid:"))
 
 
-def test_a_deleted_pod_is_replaced_and_the_run_goes_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleted_pod_is_replaced_and_the_run_goes_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch, warm: WarmPython
+) -> None:
     """First while nodes meet, then in training: each time the Job's controller makes another pod, which joins."""
-    run, steps = place / "run", ("train.steps=1000000", *STEPS[1:])
-    with pods.warm_python() as python, pods.launched(place, monkeypatch, 2, f"k8s.python={python}", *steps) as cluster:
+    run, steps = place / "run", (f"k8s.python={warm.python}", "train.steps=1000000", *STEPS[1:])
+    with pods.launched(place, monkeypatch, 2, *steps) as cluster:
         late = cluster.create(1)
         pods.until(cluster, lambda: "waiting" in late.said())
         assert cluster.follows(late.delete()) == "Count"

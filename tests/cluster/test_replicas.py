@@ -40,11 +40,11 @@ def assert_calm(place: Path, run: str) -> None:
 @pytest.mark.parametrize("replicate", ["off", "auto"] if ALL else ["auto"])
 def test_a_rank_is_killed_and_no_committed_step_is_lost(place: Path, replicate: str) -> None:
     run = f"rank-{replicate}"
-    options: list[Any] = [f"resilience.replicate_every={replicate}", "--inject", "kill:rank=1,step=20"]
+    options: list[Any] = [f"resilience.replicate_every={replicate}", "--inject", "kill:rank=1,step=10"]
     ended = train(place, run, [[life()], [life()]], 2, *options)
     assert [each[-1][0] for each in ended] == [0, 0], ended
     [(step, memory)] = resumed(place / run)
-    assert memory and 18 <= step <= 20  # its lane may not have come to the end of step 19
+    assert memory and 8 <= step <= 10  # its lane may not have come to the end of step 9
     assert_calm(place, run)
 
 
@@ -54,13 +54,13 @@ def test_a_node_is_lost_and_its_replica_goes_to_the_spare(place: Path, lost: int
     all go back to the last of these."""
     run = f"node-{lost}"
     lives = [[life()], [life()], [life()]]
-    asked = ["--inject", "node-down:rank=1,step=21"] if lost == 1 else []
+    asked = ["--inject", "node-down:rank=1,step=11"] if lost == 1 else []
     if not asked:
-        lives[lost] = [life(end=20)]
+        lives[lost] = [life(end=10)]
     ended = train(place, run, lives, 2, f"resilience.replicate_every={'every_step' if every == 1 else every}", *asked)
     assert [each[-1][0] for each in ended] == [-9 if node == lost else 0 for node in range(3)], ended
     [(step, memory)] = resumed(place / run)
-    assert memory and 20 - every <= step and step % every == 0, (step, warnings(place / run))
+    assert memory and 10 - every <= step and step % every == 0, (step, warnings(place / run))
     assert_calm(place, run)
     (incident,) = events(place / run, EventKind.INCIDENT)
     # Unless it was lost just behind such a step: how many steps that cost.
@@ -73,17 +73,17 @@ def test_a_node_is_lost_and_its_replica_goes_to_the_spare(place: Path, lost: int
 @pytest.mark.parametrize("whose", [0, 1] if ALL else [1])
 def test_a_keeper_is_killed_and_the_run_goes_on_with_another(place: Path, whose: int) -> None:
     run = f"keeper-{whose}"
-    ended = train(place, run, [[life(end=20) | {"keeper": whose}], [life()]], 2)
+    ended = train(place, run, [[life(end=10) | {"keeper": whose}], [life()]], 2)
     assert [each[-1][0] for each in ended] == [0, 0], ended
     [(step, memory)] = resumed(place / run)
-    assert memory and step >= 19
+    assert memory and step >= 9
     [died] = events(place / run, EventKind.WORKER_DIED)
     assert "replica" in died["reason"], died
     assert_calm(place, run)
 
 
 def test_without_replicas_a_lost_node_takes_the_run_back_and_it_is_said(place: Path) -> None:
-    ended = train(place, "off", [[life()], [life(end=20)], [life()]], 2, OFF, "checkpoint.every=6")
+    ended = train(place, "off", [[life()], [life(end=10)], [life()]], 2, OFF, "checkpoint.every=6")
     assert [each[-1][0] for each in ended] == [0, -9, 0], ended
     [(step, memory)] = resumed(place / "off")
     assert not memory and step >= 6
@@ -96,10 +96,10 @@ def test_without_replicas_a_lost_node_takes_the_run_back_and_it_is_said(place: P
 @long
 def test_a_run_shrinks_onto_what_is_left_from_the_last_step(place: Path) -> None:
     """Two ranks read by coordinates what three have left, here, on the other node, and in replicas."""
-    ended = train(place, "shrunk", [[life()], [life(end=20)], [life()]], 3, "resilience.on_lost_node=[shrink]")
+    ended = train(place, "shrunk", [[life()], [life(end=10)], [life()]], 3, "resilience.on_lost_node=[shrink]")
     assert [each[-1][0] for each in ended] == [0, -9, 0], ended
     [(step, memory)] = resumed(place / "shrunk")
-    assert memory and step >= 19, (step, warnings(place / "shrunk"))
+    assert memory and step >= 9, (step, warnings(place / "shrunk"))
     assert curve(place / "shrunk") == pytest.approx(curve(place / "calm"), rel=1e-9)
 
 
@@ -120,14 +120,14 @@ def test_two_nodes_that_are_lost_at_once_take_the_run_back_to_the_disk_and_one_d
 ) -> None:
     """Node 2 holds the replica of node 1."""
     run = f"uneven-{len(lost)}"
-    lives = [[life(end=20) if node in lost else life()] for node in range(3 + len(lost))]
+    lives = [[life(end=10) if node in lost else life()] for node in range(3 + len(lost))]
     ended = train(place, run, lives, 3, *UNEVEN)
     assert [each[-1][0] for each in ended] == [-9 if node in lost else 0 for node in range(3 + len(lost))], ended
     found = resumed(place / run)
     said = [text for text in warnings(place / run) if "lost with its node" in text]
     if lost == [1]:
         [(step, memory)] = found
-        assert memory and step >= 19 and not said
+        assert memory and step >= 9 and not said
     else:
         step, memory = found[0]
         assert not memory and step >= 6
@@ -140,7 +140,7 @@ def test_two_nodes_that_are_lost_at_once_take_the_run_back_to_the_disk_and_one_d
 def test_what_two_nodes_have_anyway_is_not_sent(place: Path) -> None:
     """Each node has a whole copy of the state, over its two ranks; a spare takes it up from the other one."""
     options = ["parallel.shard_degree=2"]
-    ended = train(place, "copies", [[life()], [life(end=20)], [life()]], 2, *options, ranks=(2, 2, 2))
+    ended = train(place, "copies", [[life()], [life(end=10)], [life()]], 2, *options, ranks=(2, 2, 2))
     assert [each[-1][0] for each in ended] == [0, -9, 0], ended
     decided = [
         event
@@ -151,7 +151,7 @@ def test_what_two_nodes_have_anyway_is_not_sent(place: Path) -> None:
         ("off", "every part of the state is already on two nodes")
     ]
     [(step, memory)] = resumed(place / "copies")
-    assert memory and step >= 19, (step, warnings(place / "copies"))
+    assert memory and step >= 9, (step, warnings(place / "copies"))
     assert curve(place / "copies") == pytest.approx(curve(place / "calm"), rel=1e-9)
 
 
@@ -162,8 +162,8 @@ def test_a_run_all_of_whose_agents_were_killed_goes_on_from_the_memory_of_its_no
     """There is no checkpoint at all. A node that was started anew has nothing, and its replica does; one that had
     another number before has what it had as that, which here is the only copy."""
     run = f"all-{len(emptied)}"
-    first = [life(end=20) | {"all": True}, life()]
-    lives = [[each, life(begin=20) | {"emptied": node in emptied}] for node, each in enumerate(first)]
+    first = [life(end=10) | {"all": True}, life()]
+    lives = [[each, life(begin=10) | {"emptied": node in emptied}] for node, each in enumerate(first)]
     for node, number in had.items():
         lives[node][1]["had"] = number
     ended = train(place, run, lives, 2, *([OFF] if had else []))
@@ -173,7 +173,7 @@ def test_a_run_all_of_whose_agents_were_killed_goes_on_from_the_memory_of_its_no
         assert found == []
     else:
         [(step, memory)] = found
-        assert memory and step >= 19, warnings(place / run)
+        assert memory and step >= 9, warnings(place / run)
         assert f"resumed from step {step}, kept in memory" in ended[0][1][1]
         assert not warnings(place / run)
         assert ("this machine was node 7 of the run before" in ended[1][1][1] + ended[0][1][1]) == bool(had)

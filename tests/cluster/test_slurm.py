@@ -23,12 +23,13 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.launch.schedulers import slurm
 from phalanx.launch.schedulers.scheduler import Job
 from tests.cluster import slurm_cluster
+from tests.cluster.lives import SLOW, SLOW_MODEL
 from tests.cluster.slurm_cluster import SlurmCluster
+from tests.cluster.warm_python import WarmPython
 from tests.dist import command
 from tests.helpers import ALL, run_ranks, wait_until
 
-PHALANX = (sys.executable, "-m", "phalanx")
-LONG = ["train.steps=100000", "checkpoint.every=3"]
+LONG = ["train.steps=100000", "checkpoint.every=3", SLOW]
 long = pytest.mark.skipif(not ALL, reason="a life of a job more: make test-all")
 
 
@@ -45,11 +46,12 @@ def place(tmp_path: Path) -> Path:
     """Data and a recipe in a folder that wants to be quoted."""
     folder = tmp_path / 'it\'s a "place" of $HOME, %j'
     folder.mkdir()
+    (folder / "slow.py").write_text(SLOW_MODEL)
     return command.write_place(folder)
 
 
-def phalanx(cluster: SlurmCluster, place: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return cluster.run(*PHALANX, *words, folder=place, check=False, timeout_s=240)
+def phalanx(cluster: SlurmCluster, warm: WarmPython, place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return cluster.run(str(warm.phalanx), *words, folder=place, check=False, timeout_s=240)
 
 
 def job(cluster: SlurmCluster, number: str = "1") -> Job:
@@ -137,24 +139,27 @@ def test_what_cannot_run_is_refused_before_anything_is_submitted(cluster: SlurmC
 # ------------------------------------------------------------------------------------------------------ what nodes lack
 
 
-def test_a_run_folder_that_a_node_does_not_see_ends_the_job_at_once(cluster: SlurmCluster, place: Path) -> None:
+def test_a_run_folder_that_a_node_does_not_see_ends_the_job_at_once(
+    cluster: SlurmCluster, warm: WarmPython, place: Path
+) -> None:
     (place / "run").mkdir()
     cluster.run("mount", "-t", "tmpfs", "tmpfs", str(place / "run"), name="n2")
-    done = phalanx(cluster, place, "launch", "recipe.yaml", "--nodes", "2", "--run-dir", "run", "--wait")
+    words = [f"slurm.python={warm.python}", "--nodes", "2", "--run-dir", "run", "--wait"]
+    done = phalanx(cluster, warm, place, "launch", "recipe.yaml", *words)
     assert done.returncode == ExitCode.CONFIG
     log = (place / "run" / "logs" / "slurm-1.log").read_text()
     assert f"error: node n2 cannot see what `phalanx launch` wrote to {place}/run/launch" in log
     assert "job 1 has ended as FAILED and the run recorded no outcome; its output is in run/logs/" in done.stderr
 
 
-def test_a_run_folder_that_no_node_sees_is_a_sentence(cluster: SlurmCluster, place: Path) -> None:
-    done = phalanx(cluster, place, "launch", "recipe.yaml", "--wait", "--run-dir", f"{cluster.place}/local/run")
+def test_a_run_folder_that_no_node_sees_is_a_sentence(cluster: SlurmCluster, warm: WarmPython, place: Path) -> None:
+    done = phalanx(cluster, warm, place, "launch", "recipe.yaml", "--wait", "--run-dir", f"{cluster.place}/local/run")
     assert "the nodes may not see the run folder" in done.stderr
 
 
-def test_a_node_without_the_environment_is_named(cluster: SlurmCluster, place: Path) -> None:
+def test_a_node_without_the_environment_is_named(cluster: SlurmCluster, warm: WarmPython, place: Path) -> None:
     words = ["slurm.python=/no/such/python", "slurm.setup=export GREETING=hello", "--nodes", "2", "--run-dir", "run"]
-    phalanx(cluster, place, "launch", "recipe.yaml", *words)
+    phalanx(cluster, warm, place, "launch", "recipe.yaml", *words)
     until(cluster, place, lambda: job(cluster).over, 30)
     log = (place / "run" / "logs" / "slurm-1.log").read_text()
     assert "error: node n1 cannot run Phalanx by /no/such/python; use a file system that all nodes share" in log
@@ -163,8 +168,9 @@ def test_a_node_without_the_environment_is_named(cluster: SlurmCluster, place: P
 # -------------------------------------------------------------------------------------------------------- runs of a job
 
 
-def test_nodes_of_two_partitions_train_to_the_end(cluster: SlurmCluster, place: Path) -> None:
+def test_nodes_of_two_partitions_train_to_the_end(cluster: SlurmCluster, warm: WarmPython, place: Path) -> None:
     words = [
+        f"slurm.python={warm.python}",
         "train.steps=6",
         "--nodes",
         "2",
@@ -178,7 +184,7 @@ def test_nodes_of_two_partitions_train_to_the_end(cluster: SlurmCluster, place: 
         "--time",
         "10",
     ]
-    done = phalanx(cluster, place, "launch", "recipe.yaml", *words)
+    done = phalanx(cluster, warm, place, "launch", "recipe.yaml", *words)
     assert done.returncode == 0, done.stderr
     assert "run is job 1 of Slurm" in done.stdout
     assert "finished after step 6" in done.stdout
@@ -190,26 +196,28 @@ def test_nodes_of_two_partitions_train_to_the_end(cluster: SlurmCluster, place: 
     assert (started["world"], started["hosts"]) == (2, ["n1", "n2"])
     assert (place / "run" / "launch" / "over-1-1").read_text() == "0 end 6 0\n"
     assert not (place / "run" / "launch" / "meet").exists()
-    found = json.loads(phalanx(cluster, place, "status", "run", "--json").stdout)
+    found = json.loads(phalanx(cluster, warm, place, "status", "run", "--json").stdout)
     assert (found["state"], found["step"], found["steps"], found["checkpoint"]["step"]) == ("finished", 6, 6, 6)
     assert (found["scheduler"]["id"], found["scheduler"]["state"]) == ("1", "COMPLETED")
     assert 0 < found["goodput"]["share"] <= 1
-    assert "1 of Slurm, COMPLETED on n1,n2" in phalanx(cluster, place, "status", "run").stdout
-    assert "finished after step 6" in phalanx(cluster, place, "logs", "run").stdout
-    assert "node 1 of 2: the run is done" in phalanx(cluster, place, "logs", "run", "--node", "1").stdout
-    assert "no rank of run has died" in phalanx(cluster, place, "logs", "run", "--first-error").stderr
-    assert "is not running, so there is nothing to cancel" in phalanx(cluster, place, "cancel", "run").stderr
+    assert "1 of Slurm, COMPLETED on n1,n2" in phalanx(cluster, warm, place, "status", "run").stdout
+    assert "finished after step 6" in phalanx(cluster, warm, place, "logs", "run").stdout
+    assert "node 1 of 2: the run is done" in phalanx(cluster, warm, place, "logs", "run", "--node", "1").stdout
+    assert "no rank of run has died" in phalanx(cluster, warm, place, "logs", "run", "--first-error").stderr
+    assert "is not running, so there is nothing to cancel" in phalanx(cluster, warm, place, "cancel", "run").stderr
 
 
 @long
-def test_a_run_goes_on_after_each_time_limit_until_it_is_cancelled(cluster: SlurmCluster, place: Path) -> None:
+def test_a_run_goes_on_after_each_time_limit_until_it_is_cancelled(
+    cluster: SlurmCluster, warm: WarmPython, place: Path
+) -> None:
     """Slurm sends SIGUSR1 to the steps before a job's time is up; a minute is the shortest limit there is."""
     words = [*LONG, "--until-done", "--run-dir", "run", "-p", "one"]
-    assert phalanx(cluster, place, "launch", "recipe.yaml", *words).returncode == 0
+    assert phalanx(cluster, warm, place, "launch", "recipe.yaml", *words).returncode == 0
     until(cluster, place, lambda: step(place) > 5)
-    again = phalanx(cluster, place, "launch", "recipe.yaml", *words)
+    again = phalanx(cluster, warm, place, "launch", "recipe.yaml", *words)
     assert "is job 1 already (RUNNING); end it with `phalanx cancel run`" in again.stderr
-    assert "RUNNING on n1" in phalanx(cluster, place, "status", "run").stdout
+    assert "RUNNING on n1" in phalanx(cluster, warm, place, "status", "run").stdout
     cluster.run("scancel", "--signal=USR1", "1")
     until(cluster, place, lambda: kinds(place).count(EventKind.RESUMED) == 1)
     assert job(cluster).restarts == 1
@@ -217,7 +225,7 @@ def test_a_run_goes_on_after_each_time_limit_until_it_is_cancelled(cluster: Slur
         event["step"] for event in read_lines(RunPaths(place / "run").events) if event["kind"] == EventKind.STOPPED
     )
     until(cluster, place, lambda: step(place) > stopped)
-    done = phalanx(cluster, place, "cancel", "run")
+    done = phalanx(cluster, warm, place, "cancel", "run")
     assert "job 1 was asked to stop: it finishes the step, saves and exits" in done.stdout
     until(cluster, place, lambda: job(cluster).over)
     assert (job(cluster).state, job(cluster).code) == ("FAILED", ExitCode.STOPPED)
@@ -228,11 +236,13 @@ def test_a_run_goes_on_after_each_time_limit_until_it_is_cancelled(cluster: Slur
 
 
 @pytest.mark.parametrize("ended", ["scancel 1", "scontrol requeue 1"] if ALL else ["scontrol requeue 1"])
-def test_what_slurm_itself_does_with_a_job_is_not_done_again(cluster: SlurmCluster, place: Path, ended: str) -> None:
+def test_what_slurm_itself_does_with_a_job_is_not_done_again(
+    cluster: SlurmCluster, warm: WarmPython, place: Path, ended: str
+) -> None:
     """Who is asked to stop saves within the time that Slurm gives it. A job that its user has cancelled by Slurm's own
     command does not come back, and one that Slurm puts into the queue again comes back once."""
     words = [*LONG, "--until-done", "--run-dir", "run", "-p", "one"]
-    assert phalanx(cluster, place, "launch", "recipe.yaml", *words).returncode == 0
+    assert phalanx(cluster, warm, place, "launch", "recipe.yaml", *words).returncode == 0
     until(cluster, place, lambda: step(place) > 5)
     cluster.run(*ended.split())
     until(cluster, place, lambda: kinds(place).count(EventKind.STOPPED) == 1)
@@ -246,12 +256,12 @@ def test_what_slurm_itself_does_with_a_job_is_not_done_again(cluster: SlurmClust
 
 
 def test_a_job_outlives_a_rank_a_frozen_node_and_the_node_that_runs_its_script(
-    cluster: SlurmCluster, place: Path
+    cluster: SlurmCluster, warm: WarmPython, place: Path
 ) -> None:
     """One after the other, with a spare for the second. What the script would do at its end, the last node does: here
     it puts the job into the queue again."""
-    words = [*LONG, "--nodes", "2", "--spares", "1", "--run-dir", "run", "--until-done"]
-    assert phalanx(cluster, place, "launch", "recipe.yaml", *words).returncode == 0
+    words = [*LONG, f"slurm.python={warm.python}", "--nodes", "2", "--spares", "1", "--run-dir", "run", "--until-done"]
+    assert phalanx(cluster, warm, place, "launch", "recipe.yaml", *words).returncode == 0
     until(cluster, place, lambda: step(place) > 1)
     strike(list(ranks_of(cluster.processes("n2")).values()), signal.SIGKILL)
     until(cluster, place, lambda: len(incidents(place)) == 1)
@@ -269,9 +279,9 @@ def test_a_job_outlives_a_rank_a_frozen_node_and_the_node_that_runs_its_script(
     assert [cause in what for cause, (what, _) in zip(causes, incidents(place), strict=True)] == [True] * 3
     until(cluster, place, lambda: "n1" not in nodes_of(cluster), 60)
     assert (job(cluster).state, job(cluster).restarts) == ("RUNNING", 0)
-    assert "training resumed" in phalanx(cluster, place, "logs", "run").stdout  # of the node that leads now
+    assert "training resumed" in phalanx(cluster, warm, place, "logs", "run").stdout  # of the node that leads now
     cluster.run("scancel", "--signal=USR1", "1")
     until(cluster, place, lambda: job(cluster).restarts == 1, 60)
     assert (place / "run" / "launch" / "over-1-1").read_text().split()[:2] == ["10", "again"]
-    assert phalanx(cluster, place, "cancel", "run").returncode == 0
+    assert phalanx(cluster, warm, place, "cancel", "run").returncode == 0
     until(cluster, place, lambda: job(cluster).state == "CANCELLED", 60)  # else it waits for a third node for ever

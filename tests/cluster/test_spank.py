@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,9 @@ from phalanx.core.json_lines import read_last_line, read_lines
 from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from tests.cluster import slurm_cluster
+from tests.cluster.lives import SLOW, SLOW_MODEL
 from tests.cluster.slurm_cluster import SlurmCluster
+from tests.cluster.warm_python import WarmPython
 from tests.dist import command
 from tests.helpers import ROOT, wait_until
 
@@ -57,11 +58,14 @@ def test_given_to_sbatch_it_holds_for_every_srun_that_says_nothing_else(cluster:
     assert said == ["0: resume=1", "0: resume=0", "0: resume=1"]
 
 
-def test_a_step_of_one_task_a_node_survives_the_death_of_a_rank(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_a_step_of_one_task_a_node_survives_the_death_of_a_rank(
+    cluster: SlurmCluster, warm: WarmPython, tmp_path: Path
+) -> None:
     """On HyperPod a software crash ends the step; here its ranks start again, and the step is done."""
     place = command.write_place(tmp_path)
-    words = ["-m", "phalanx", "train", "recipe.yaml", "--run-dir", "run", "train.steps=200", "checkpoint.every=3"]
-    step = cluster.start("srun", "-N2", "--auto-resume=1", sys.executable, *words, folder=place)
+    (place / "slow.py").write_text(SLOW_MODEL)
+    words = ["-m", "phalanx", "train", "recipe.yaml", "--run-dir", "run", "train.steps=40", "checkpoint.every=3", SLOW]
+    step = cluster.start("srun", "-N2", "--auto-resume=1", str(warm.python), *words, folder=place)
     paths = RunPaths(place / "run")
     try:
         wait_until(lambda: (read_last_line(paths.metrics) or {"step": 0})["step"] > 4, timeout_s=180)
@@ -72,7 +76,7 @@ def test_a_step_of_one_task_a_node_survives_the_death_of_a_rank(cluster: SlurmCl
     assert step.returncode == 0, out
     kinds = [event["kind"] for event in read_lines(paths.events)]
     assert kinds.count(EventKind.WORKER_DIED) == kinds.count(EventKind.RESUMED) == kinds.count(EventKind.FINISHED) == 1
-    assert read_steps(paths.metrics)[-1]["step"] == 200
+    assert read_steps(paths.metrics)[-1]["step"] == 40
 
 
 def rank_of(place: Path, rank: int) -> int:

@@ -125,7 +125,7 @@ def test_runs_stopped_at_random_moments_save_and_resume_bitwise(place: Path) -> 
     another one."""
     arguments = ["train", "recipe.yaml", "--run-dir", "calm-2", "--ranks", "2"]
     assert command.phalanx(place, *arguments)[0] == 0
-    wanted, stops, took, number = 60 if ALL else 3, 0, [0.0], 0
+    wanted, stops, took, number = 60 if ALL else 2, 0, [0.0], 0
     done: list[str] = []
     for seed in range(10 * wanted):
         run = f"random-{number}"

@@ -104,6 +104,15 @@ def write_place(folder: Path) -> Path:
     return folder
 
 
+def write_slow_callback(folder: Path) -> str:
+    """Put a callback that sleeps after each step into a folder, and return the setting that names it: a run that is
+    only looked after shall not keep a core busy."""
+    code = "import time, phalanx\n\nclass Callback(phalanx.Callback):\n    "
+    code += "def on_step_end(self, run, metrics):\n        time.sleep(0.05)\n"
+    (folder / "slow.py").write_text(code)
+    return "callback.code=slow.py"
+
+
 def train_in_warm_child(config: Config, place: str, ranks: int | None) -> int:
     """`child_run.train_in_child` in a process forked from one that has imported torch."""
     tree = config.model_dump(mode="json", exclude_unset=True)

@@ -64,6 +64,7 @@ class Callback(phalanx.Callback):
     def load_state_dict(self, state):
         self.told = state["told"]
 '''
+EIGHT = SHORT | {"train.steps": 8}
 KEEP = {"checkpoint__keep": 9}
 AFTER = {"save": 2, "evaluate": 3, "gather_weights": 4, "stop": 5}
 
@@ -84,7 +85,7 @@ def heard(run: Path) -> list[Any]:
 
 def test_what_is_told_and_requested_on_any_ranks(code: str, tokens: Path, tmp_path: Path) -> None:
     """A request of step k is met at the end of step k + 1, and nothing of it changes the curve."""
-    changes = {key.replace(".", "__"): value for key, value in SHORT.items()} | KEEP
+    changes = {key.replace(".", "__"): value for key, value in EIGHT.items()} | KEEP
     plain = walk(1, tmp_path / "plain", tokens, **changes)
     ends = []
     for ranks, zero in ((1, "auto"), (3, 3)):
@@ -121,8 +122,8 @@ def test_a_killed_run_tells_and_stops_as_one_that_was_not(
     shared: Path,  # noqa: F811
 ) -> None:
     """Between the commit of a step and the next, before a commit, and when a stop is agreed on and nothing saved."""
-    changes = {"callback.code": code, "callback.options": AFTER, "checkpoint.keep": 9}
-    dotted = {key.replace(".", "__"): value for key, value in (SHORT | changes).items()}
+    changes = {"callback.code": code, "callback.options": AFTER, "checkpoint.keep": 9} | EIGHT
+    dotted = {key.replace(".", "__"): value for key, value in changes.items()}
     quiet = walk(2, tmp_path / "quiet", tokens, **dotted)
     deaths = [("behind the commit", 4, 0), ("before the commit", 6, 1), ("behind the commit", 6, 0)]
     found = killed(2, tmp_path / "run", tokens, shared, deaths, **changes)
@@ -134,9 +135,9 @@ def test_a_killed_run_tells_and_stops_as_one_that_was_not(
     again = {call[3] for call in heard(tmp_path / "run") if call[2] == "step" and call[0]}
     assert again
     # Started again, it is complete, until the callback is another.
-    assert run_ranks(runs.train, 2, run=str(tmp_path / "run"), data=str(tokens), changes=SHORT | changes) == [0, 0]
+    assert run_ranks(runs.train, 2, run=str(tmp_path / "run"), data=str(tokens), changes=changes) == [0, 0]
     assert ended(tmp_path / "run")[0] == 6
-    on = SHORT | changes | {"callback.options": {}}
+    on = changes | {"callback.options": {}}
     assert run_ranks(runs.train, 2, run=str(tmp_path / "run"), data=str(tokens), changes=on) == [0, 0]
     step, reason, told = ended(tmp_path / "run")
     assert (step, reason) == (8, None)

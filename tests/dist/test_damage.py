@@ -44,15 +44,15 @@ def tear_the_manifest(folder: Path) -> str:
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
     damage: Any, undisturbed: Outcome, tokens: Path, tmp_path: Path
 ) -> None:
-    walk(2, tmp_path, tokens, train__steps=12, checkpoint__every=4, train__eval_sequences=0)
+    walk(2, tmp_path, tokens, train__steps=3, checkpoint__every=1, train__eval_sequences=0)
     folder = RunPaths(tmp_path).checkpoints
-    assert list_steps(folder) == [12, 8, 4]
-    reason = damage(step_folder(folder, 12))
+    assert list_steps(folder) == [3, 2, 1]
+    reason = damage(step_folder(folder, 3))
     found = walk(2, tmp_path, tokens)
     refused = runs.events(tmp_path, EventKind.CHECKPOINT_REFUSED)
-    assert [event["step"] for event in refused] == [12]
+    assert [event["step"] for event in refused] == [3]
     assert reason in refused[0]["reason"]
-    assert [event["step"] for event in runs.events(tmp_path, EventKind.RESUMED)] == [8]
+    assert [event["step"] for event in runs.events(tmp_path, EventKind.RESUMED)] == [2]
     assert found.losses == undisturbed.losses
     assert same_bits(found.state, undisturbed.state)
 
@@ -74,34 +74,34 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def assert_survived(run: Path, tokens: Path, codes: list[int], undisturbed: Outcome) -> None:
     assert codes == [0, 0]
     failed = runs.events(run, EventKind.CHECKPOINT_FAILED)
-    assert [event["step"] for event in failed] == list(range(12, END, 4))
+    assert [event["step"] for event in failed] == list(range(4, END, 2))
     assert all("cannot be written" in event["reason"] for event in failed)
     saved = [event["step"] for event in runs.events(run, EventKind.CHECKPOINT_SAVED)]
-    assert saved == [4, 8, runs.STEPS]
+    assert saved == [2, runs.STEPS]
     # Training went on, no record is lost, nothing half-written is left.
     found = runs.outcome(run)
     assert found.losses == undisturbed.losses
     assert same_bits(found.state, undisturbed.state)
     assert runs.events(run)[-1]["kind"] == EventKind.FINISHED
     assert sorted(path.name for path in RunPaths(run).checkpoints.iterdir()) == [
-        "step-00000004", "step-00000008", f"step-{runs.STEPS:08d}"
+        "step-00000002", f"step-{runs.STEPS:08d}"
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("tensorboard", [False, True])
 def test_a_full_disk_stops_no_training(tensorboard: bool, small_disk: Path, undisturbed: Outcome, tokens: Path) -> None:
-    changes = {"checkpoint.every": 4, "report.tensorboard": tensorboard}
+    changes = {"checkpoint.every": 2, "report.tensorboard": tensorboard}
     codes = run_ranks(
         train_with_full_disk, 2, timeout_s=120, run=str(small_disk), data=str(tokens), changes=changes,
-        begin=9, end=END, size_bytes=None,
+        begin=3, end=END, size_bytes=None,
     )  # fmt: skip
     assert_survived(small_disk, tokens, codes, undisturbed)
 
 
 def test_a_limit_on_file_sizes_stops_no_training(undisturbed: Outcome, tokens: Path, tmp_path: Path) -> None:
     codes = run_ranks(
-        train_with_full_disk, 2, run=str(tmp_path), data=str(tokens), changes={"checkpoint.every": 4},
-        begin=9, end=END, size_bytes=50_000,
+        train_with_full_disk, 2, run=str(tmp_path), data=str(tokens), changes={"checkpoint.every": 2},
+        begin=3, end=END, size_bytes=50_000,
     )  # fmt: skip
     assert_survived(tmp_path, tokens, codes, undisturbed)
 
@@ -109,15 +109,15 @@ def test_a_limit_on_file_sizes_stops_no_training(undisturbed: Outcome, tokens: P
 def test_earlier_checkpoints_outlive_a_disk_that_stays_full(
     small_disk: Path, undisturbed: Outcome, tokens: Path
 ) -> None:
-    with pytest.raises(AssertionError, match=r"the last checkpoint, of step 14, was not saved: .* cannot be written"):
+    with pytest.raises(AssertionError, match=r"the last checkpoint, of step 5, was not saved: .* cannot be written"):
         run_ranks(
             train_with_full_disk, 2, run=str(small_disk), data=str(tokens),
-            changes={"checkpoint.every": 4, "train.steps": 14}, begin=9, end=99, size_bytes=None,
+            changes={"checkpoint.every": 2, "train.steps": 5}, begin=3, end=99, size_bytes=None,
         )  # fmt: skip
-    assert list_steps(RunPaths(small_disk).checkpoints) == [8, 4]
+    assert list_steps(RunPaths(small_disk).checkpoints) == [2]
     assert not runs.events(small_disk, EventKind.FINISHED), "a run whose last state is lost is not finished"
     (small_disk / "ballast").unlink()
     found = walk(2, small_disk, tokens)
-    assert [event["step"] for event in runs.events(small_disk, EventKind.RESUMED)] == [8]
+    assert [event["step"] for event in runs.events(small_disk, EventKind.RESUMED)] == [2]
     assert found.losses == undisturbed.losses
     assert same_bits(found.state, undisturbed.state)

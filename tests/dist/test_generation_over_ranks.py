@@ -25,6 +25,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_place(tmp_path_factory.mktemp("writing"))
     changes = ["model.layers=2", "model.hidden=32", "model.init_std=0.3", "model.max_seq_len=64", "train.eval_every=0"]
     changes += ["model.architecture=mixtral", "model.moe.experts=3", "model.moe.experts_per_token=2"]
+    # What training alone cannot combine with slices and stages.
+    changes += ["model.moe.balance=step", "optim.name=adamw8bit", "train.fp8=block", "resilience.on_spike=skip"]
     code, out, err = phalanx(folder, "train", "recipe.yaml", "--run-dir", "run", *changes)
     assert code == 0, (out, err)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))

@@ -33,13 +33,13 @@ from phalanx.recovery.shared_memory import describe_shortage
 from phalanx.recovery.state_file import StateFile
 from phalanx.system.fork import die_with
 from phalanx.trainer import train_rank
-from tests.dist.command import write_place
+from tests.dist.command import write_place, write_slow_callback
 from tests.dist.engine_cases import ADAMW, FLOAT64, NOMINAL, WIDTH, Mix, Net, batches, fill_from, rate
-from tests.helpers import ALL, find_committed_step, find_newest_checkpoint, run_ranks, wait_until
+from tests.helpers import ALL, find_committed_step, find_newest_checkpoint, run_ranks, some, wait_until
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, distance, farthest, on_one_thread, same_bits, walk
 
-SHORT = {"train.steps": 8, "optim.decay_steps": 8, "train.eval_sequences": 4}
+SHORT = {"train.steps": 6, "optim.decay_steps": 6, "train.eval_sequences": 4}
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def quiet(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 def test_killed_at_every_instruction_of_a_commit(quiet: Outcome, tokens: Path, tmp_path: Path, shared: Path) -> None:
     """One rank at a time; the other is killed by the agent wherever it has come to, and may be a step ahead."""
-    deaths = [(at, step, step % 2) for step, at in enumerate(MOMENTS, 3)]
+    deaths = [(at, step, step % 2) for step, at in enumerate(MOMENTS, 2)]
     found = killed(2, tmp_path / "run", tokens, shared, deaths, **{"balance.optimizer_state": [3, 1]})
     assert_same(found, quiet)
     steps = resumed(tmp_path / "run")
@@ -176,12 +176,12 @@ def test_every_engine_and_layout(
 ) -> None:
     dotted = {key.replace(".", "__"): value for key, value in (SHORT | changes).items()}
     undisturbed = walk(ranks, tmp_path / "quiet", tokens, **dotted)
-    deaths = [("when the slot is void", 3, ranks - 1), ("behind the commit", 5, 0)]
+    deaths = [("when the slot is void", 3, ranks - 1), ("behind the commit", 5, 0)][: None if ALL else 1]
     found = killed(ranks, tmp_path / "run", tokens, shared, deaths, **changes)
     assert_same(found, undisturbed)
     # Of ranks that commit at the end of a step none is ahead of who dies; of others one may be.
     assert resumed(tmp_path / "run")[0] == (2, True)
-    assert resumed(tmp_path / "run")[1][1]
+    assert all(memory for _, memory in resumed(tmp_path / "run"))
 
 
 def test_killed_before_an_evaluation_and_a_checkpoint_that_were_due(tokens: Path, tmp_path: Path, shared: Path) -> None:
@@ -190,9 +190,9 @@ def test_killed_before_an_evaluation_and_a_checkpoint_that_were_due(tokens: Path
     undisturbed = walk(2, tmp_path / "quiet", tokens, **dotted)
     found = killed(2, tmp_path / "run", tokens, shared, [("behind the commit", 4, 0)], **often)
     assert_same(found, undisturbed)
-    assert sorted(step for step, _ in found.evaluations) == [2, 4, 6, 8]
+    assert sorted(step for step, _ in found.evaluations) == [2, 4, 6]
     saved = {event["step"] for event in runs.events(tmp_path / "run", EventKind.CHECKPOINT_SAVED)}
-    assert saved | {2} == {2, 4, 6, 8}  # that of step 2 may still have been on its way
+    assert saved | {2} == {2, 4, 6}  # that of step 2 may still have been on its way
 
 
 # --------------------------------------------------------------------------------------------- other ranks, other rooms
@@ -200,7 +200,7 @@ def test_killed_before_an_evaluation_and_a_checkpoint_that_were_due(tokens: Path
 
 @pytest.mark.parametrize(
     ("before", "after", "changes"),
-    [(2, 3, {}), (3, 1, {}), (1, 2, {"parallel.zero": 3}), (2, 2, {"parallel.tensor": 2})],
+    some([(2, 3, {}), (3, 1, {}), (1, 2, {"parallel.zero": 3}), (2, 2, {"parallel.tensor": 2})], 0, 2, 3),
 )
 def test_other_ranks_go_on_from_what_was_left_in_memory(
     before: int, after: int, changes: dict[str, Any], tokens: Path, tmp_path: Path, shared: Path
@@ -433,7 +433,14 @@ def kill_the_agent(placement: Placement, folder: str, step: int, arguments: list
 
 def test_the_agent_is_killed_and_the_same_command_goes_on_from_memory(tmp_path: Path) -> None:
     write_place(tmp_path)
-    arguments = ["--ranks", "2", "train.steps=300", "checkpoint.every=0", "balance.batch=even"]
+    arguments = [
+        "--ranks",
+        "2",
+        "train.steps=40",
+        "checkpoint.every=0",
+        "balance.batch=even",
+        write_slow_callback(tmp_path),
+    ]
     [[left, code, still_there]] = run_ranks(
         kill_the_agent, 1, timeout_s=120, folder=str(tmp_path), step=5, arguments=arguments
     )
@@ -442,7 +449,7 @@ def test_the_agent_is_killed_and_the_same_command_goes_on_from_memory(tmp_path: 
     assert step >= 5
     assert memory
     steps = [record["step"] for record in read_steps(RunPaths(tmp_path / "runs/killed").metrics)]
-    assert steps == list(range(1, 301))
+    assert steps == list(range(1, 41))
 
 
 def test_the_key_may_change_in_a_run() -> None:

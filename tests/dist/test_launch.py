@@ -41,7 +41,8 @@ def place(tmp_path: Path) -> Path:
 
 def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> None:
     paths = RunPaths(place / "run")
-    words = ["launch", "recipe.yaml", "train.steps=100000", "checkpoint.every=3", "--local", "--run-dir", "run"]
+    slow = command.write_slow_callback(place)
+    words = ["launch", "recipe.yaml", "train.steps=100000", "checkpoint.every=3", slow, "--local", "--run-dir", "run"]
     started = phalanx(place, *words)
     assert (started.returncode, "run is running as process " in started.stdout) == (0, True), started.stderr
     held = scheduler.find_lock_holder(paths.job_supervisor)

@@ -39,10 +39,10 @@ from phalanx.workload.step import evaluate, evaluate_pipeline, run_micro_batches
 from tests.helpers import run_ranks, some
 
 SEED, LENGTH, SEQUENCES, BETA = 3, 12, 8, 0.9
-# Each way to divide a step, and some once more; twenty steps are walked by tests/numerics/test_auto_layout.py.
-STEPS = 6
+# Each way to divide a step; twenty steps are walked by tests/numerics/test_auto_layout.py.
+STEPS = 4
 SPEC = ModelSpec(
-    vocab_size=37, hidden=16, layers=8, heads=4, kv_heads=2, head_dim=4, intermediate=20, max_seq_len=32, dropout=0.1
+    vocab_size=37, hidden=16, layers=4, heads=4, kv_heads=2, head_dim=4, intermediate=20, max_seq_len=32, dropout=0.1
 )
 NOMINAL = SEQUENCES * LENGTH
 
@@ -161,7 +161,8 @@ class Walker:
         if self.pipeline is None:
             return evaluate(self.model, self.task, batches, self.mesh)
         speaks = self.pipeline.has_loss and (self.mesh.tensor is None or self.mesh.tensor.rank == 0)
-        return evaluate_pipeline(self.model, self.task, batches, self.mesh, speaks, self.pipeline)
+        with torch.compiler.set_stance("force_eager"):  # or all would be compiled once more, for other sizes
+            return evaluate_pipeline(self.model, self.task, batches, self.mesh, speaks, self.pipeline)
 
     def copies(self, held: dict[str, TensorShard]) -> dict[str, int]:
         """How many ranks of one model hold each parameter alike."""
@@ -255,7 +256,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     # ranks, how it is run, the model
     "two stages": (2, {"pipeline": 2, "schedule": "1f1b"}, {}),
     "all forward, then all back": (2, {"pipeline": 2, "schedule": "gpipe", "zero": 2}, {}),
-    "four ranks, two stages each": (4, {"pipeline": 4, "schedule": "interleaved"}, {}),
+    "four ranks, two stages each": (4, {"pipeline": 4, "schedule": "interleaved"}, {"layers": 8}),
     "half backward passes": (2, {"pipeline": 2, "schedule": "zero_bubble"}, {}),
     "copies that shard their state": (4, {"pipeline": 2, "schedule": "1f1b", "zero": 2, "slots": 2}, {}),
     "half backward passes, copies": (4, {"pipeline": 2, "schedule": "zero_bubble", "zero": 2}, {}),
@@ -263,13 +264,14 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tied head, four stages": (4, {"pipeline": 4, "schedule": "1f1b", "zero": 2}, TIED),
     "tied head on the rank of the embedding": (2, {"pipeline": 2, "schedule": "zero_bubble"}, TIED),
     "tied head, two stages each": (2, {"pipeline": 2, "schedule": "interleaved"}, TIED),
-    "unequal stages": (2, {"pipeline": 2, "schedule": "1f1b", "numbers": [6, 2]}, {}),
+    "unequal stages": (2, {"pipeline": 2, "schedule": "1f1b", "numbers": [3, 1]}, {}),
     "documents in rows": (2, {"pipeline": 2, "schedule": "interleaved", "packed": True}, {}),
     "activations computed again": (2, {"pipeline": 2, "schedule": "1f1b", "recompute": True}, {}),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Two stages and half backward passes alone, and a tied head of two copies: in others, too.
+@pytest.mark.parametrize("case", some(CASES, 1, 2, 4, 5, 7, 8, 9, 10, 11, 12))
 def test_walks_as_one_process_does(case: str) -> None:
     ranks, how, spec = CASES[case]
     found = run(ranks, STEPS, spec, **how)
@@ -286,8 +288,8 @@ LEARNT: dict[str, Any] = TIED | {"architecture": "opt", "kv_heads": 4}  # positi
     ("schedule", "sequence", "spec"), some([("1f1b", True, LEARNT), ("zero_bubble", False, TIED)], 0)
 )
 def test_stages_of_slices_walk_as_one_process_does(schedule: str, sequence: bool, spec: dict[str, Any]) -> None:
-    found = run(4, 6, spec, tensor=2, pipeline=2, schedule=schedule, sequence=sequence)
-    wanted = alone(6, json.dumps(spec))
+    found = run(4, STEPS, spec, tensor=2, pipeline=2, schedule=schedule, sequence=sequence)
+    wanted = alone(STEPS, json.dumps(spec), packed=False)
     assert [loss / 2 for loss in found.losses] == pytest.approx(wanted.losses, rel=1e-8)  # two have the last stage
     for rank in found.ranks:
         assert rank["norms"] == pytest.approx(wanted.ranks[0]["norms"], rel=1e-8)
@@ -340,14 +342,14 @@ def saved(placement: Placement, folder: str, steps: int, **how: Any) -> dict[str
 
 
 def test_what_a_pipeline_saves_one_process_takes_on_and_back(tmp_path: Path) -> None:
-    wanted = alone(6, json.dumps(TIED))
+    wanted = alone(STEPS, json.dumps(TIED), packed=False)
     folder = str(tmp_path)
     run_ranks(saved, 4, folder=folder, steps=2, pipeline=2, schedule="1f1b")
-    (single,) = run_ranks(saved, 1, folder=folder, steps=2)
-    assert [single["loss"], single["norm"]] == pytest.approx([wanted.losses[3], wanted.ranks[0]["norms"][3]], rel=1e-8)
-    back = run_ranks(saved, 4, folder=folder, steps=2, pipeline=4, schedule="1f1b", zero=2)
+    (single,) = run_ranks(saved, 1, folder=folder, steps=1)
+    assert [single["loss"], single["norm"]] == pytest.approx([wanted.losses[2], wanted.ranks[0]["norms"][2]], rel=1e-8)
+    back = run_ranks(saved, 4, folder=folder, steps=1, pipeline=4, schedule="1f1b", zero=2)
     assert all(rank["saved"] for rank in (single, *back))
-    assert sum(rank["loss"] for rank in back) == pytest.approx(wanted.losses[5], rel=1e-8)
+    assert sum(rank["loss"] for rank in back) == pytest.approx(wanted.losses[3], rel=1e-8)
 
 
 # --------------------------------------------------------------------------------------------------------------- timing
@@ -376,4 +378,4 @@ def early(placement: Placement) -> list[list[str]]:
 def test_a_unit_is_sent_after_its_last_backward_pass_and_not_before() -> None:
     seen = run_ranks(early, 2)[1]  # the last stage sends a gradient after each of its backward passes
     assert seen[:-1] == [[]] * (len(seen) - 1)
-    assert seen[-1] == ["layers.4", "layers.5", "layers.6", "layers.7", "head"]
+    assert seen[-1] == ["layers.2", "layers.3", "head"]

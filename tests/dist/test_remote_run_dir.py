@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3fs  # noqa: F401  # once, before processes are forked that need it
 
 from phalanx.checkpoint.disk.load import list_steps
 from phalanx.core.json_lines import read_lines
@@ -16,11 +17,12 @@ from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths, Url
 from phalanx.storage import files as storage
 from phalanx.storage import mirror
-from tests.dist.command import RECIPE, call, phalanx, write_place
+from tests.dist.command import RECIPE, call, phalanx, write_place, write_slow_callback
 from tests.helpers import free_port, run_ranks
 from tests.stores import S3Server, register
 
-OFTEN = ["train.steps=40", "checkpoint.every=2", "optim.decay_steps=40", "train.dtype=fp64", "balance.batch=even"]
+OFTEN = ["train.steps=40", "checkpoint.every=8", "optim.decay_steps=40", "train.dtype=fp64", "balance.batch=even"]
+EIGHT = ["train.steps=8", "checkpoint.every=2"]
 
 
 @pytest.fixture
@@ -107,7 +109,8 @@ def looked_after(placement: Placement, folder: str, url: str, environment: dict[
     """A run that would never end, and the commands that look after it, which know its URL alone."""
     os.environ.update(environment)
     register()
-    train = ["train", "recipe.yaml", "--ranks", "1", "train.steps=1000000", "--run-dir", url]
+    slow = write_slow_callback(Path(folder))
+    train = ["train", "recipe.yaml", "--ranks", "1", "train.steps=1000000", slow, "--run-dir", url]
     running = os.fork()
     if running == 0:
         os._exit(call(placement, folder, [train])[0][0])
@@ -119,7 +122,7 @@ def looked_after(placement: Placement, folder: str, url: str, environment: dict[
         code, out, _ = ask("status", url, "--json")
         if code == 0 and json.loads(out)["step"] > 0 and json.loads(out)["scheduler"]:
             break
-        time.sleep(0.2)
+        time.sleep(0.5)
     said = {"pid": running, "status": json.loads(out), "log": ask("logs", url), "now": ask("cancel", url, "--now")}
     said["cancel"] = ask("cancel", f"{url}/")
     said["code"] = os.waitstatus_to_exitcode(os.waitpid(running, 0)[1])
@@ -173,13 +176,12 @@ def test_ranks_that_share_no_disk(here: Path, bucket: str, s3_server: S3Server) 
 def test_a_store_that_fails_during_the_run(here: Path, tmp_path: Path) -> None:
     """Training waits for no save but the last; what is skipped is an event, and the curve is the same."""
     code, _, err = run_ranks(
-        flaky, 1, folder=str(here), arguments=["train", "recipe.yaml", "--ranks", "1", *OFTEN, "train.steps=8",
+        flaky, 1, folder=str(here), arguments=["train", "recipe.yaml", "--ranks", "1", *OFTEN, *EIGHT,
                                                "--run-dir", f"faulty://{tmp_path}/store/run"],
     )[0]  # fmt: skip
     assert code == ExitCode.DONE, err
     assert (
-        phalanx(here, "train", "recipe.yaml", "--ranks", "1", *OFTEN, "train.steps=8", "--run-dir", "whole")[0]
-        == ExitCode.DONE
+        phalanx(here, "train", "recipe.yaml", "--ranks", "1", *OFTEN, *EIGHT, "--run-dir", "whole")[0] == ExitCode.DONE
     )
     store = RunPaths(tmp_path / "store" / "run")
     assert curve(store) == curve(RunPaths(here / "whole"))

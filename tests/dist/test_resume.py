@@ -18,7 +18,7 @@ from tests.helpers import ALL, run_ranks, some
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, distance, farthest, same_bits, walk
 
-OFTEN = {"checkpoint.every": 4}
+OFTEN = {"checkpoint.every": 1}
 
 
 def assert_bitwise(found: Outcome, undisturbed: Outcome) -> None:
@@ -29,8 +29,8 @@ def assert_bitwise(found: Outcome, undisturbed: Outcome) -> None:
 
 
 def random_step(seed: int) -> int:
-    # The save of step 8 waits for that of step 4: from step 9 on there certainly is a checkpoint.
-    return random.Random(seed).randrange(9, runs.STEPS - 2)
+    # The save of step 2 waits for that of step 1: from step 3 on there certainly is a checkpoint.
+    return random.Random(seed).randrange(3, runs.STEPS - 1)
 
 
 @pytest.mark.parametrize(("seed", "victims"), [(2, [0]), (3, [0, 1]), *([(1, [1])] if ALL else [])])
@@ -52,9 +52,9 @@ def test_killed_and_started_again_by_the_agent(
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), (1, "fp32"), *([(1, "bf16")] if ALL else [])])
 def test_killed_with_other_engines_and_types(ranks: int, dtype: str, tokens: Path, tmp_path: Path) -> None:
-    changes = {"train.dtype": dtype, "train.micro_batch": 3, "model.tie_embeddings": True, "train.steps": 14}
+    changes = {"train.dtype": dtype, "train.micro_batch": 3, "model.tie_embeddings": True, "train.steps": 6}
     quiet = walk(ranks, tmp_path / "quiet", tokens, **{key.replace(".", "__"): value for key, value in changes.items()})
-    run, kwargs = tmp_path / "killed", {"step": 11, "number": signal.SIGKILL, "ranks": [ranks - 1]}
+    run, kwargs = tmp_path / "killed", {"step": 4, "number": signal.SIGKILL, "ranks": [ranks - 1]}
     run.mkdir()
     codes = run_ranks(
         train_with_signal, ranks, restarts=1, run=str(run), data=str(tokens), changes=changes | OFTEN, **kwargs
@@ -72,7 +72,7 @@ def test_killed_and_resumed_on_another_number_of_ranks(
     kwargs = {"step": step, "number": signal.SIGKILL, "ranks": [before - 1]}
     with pytest.raises(AssertionError, match="killed by SIGKILL"):
         run_ranks(train_with_signal, before, run=str(tmp_path), data=str(tokens), changes=OFTEN, **kwargs)
-    found = walk(after, tmp_path, tokens, checkpoint__every=4)
+    found = walk(after, tmp_path, tokens, checkpoint__every=1)
     resumed = [event["step"] for event in runs.events(tmp_path, EventKind.RESUMED)]
     apart = farthest(found.losses, undisturbed.losses), distance(found.state, undisturbed.state, "param")
     print(f"killed in step {step + 1}, resumed from {resumed}: losses {apart[0]:.1e}, parameters {apart[1]:.1e} apart")
@@ -87,15 +87,15 @@ def test_killed_and_resumed_on_another_number_of_ranks(
 def test_asked_to_stop_the_ranks_finish_the_step_and_save(
     number: int, ranks: list[int], undisturbed: Outcome, tokens: Path, tmp_path: Path
 ) -> None:
-    kwargs = {"step": 11, "number": number, "ranks": ranks}
+    kwargs = {"step": 3, "number": number, "ranks": ranks}
     codes = run_ranks(train_with_signal, 2, run=str(tmp_path), data=str(tokens), changes={}, **kwargs)
     assert codes == [ExitCode.STOPPED] * 2
     kinds = [event["kind"] for event in runs.events(tmp_path)]
     assert kinds[-1] == EventKind.STOPPED
     stopped = runs.events(tmp_path, EventKind.STOPPED)[0]["step"]
     saved = [event["step"] for event in runs.events(tmp_path, EventKind.CHECKPOINT_SAVED)]
-    # The record of step 11 is written within step 12; another rank may see the signal one step later.
-    assert stopped in (12, 13)
+    # The record of step 3 is written within step 4; another rank may see the signal one step later.
+    assert stopped in (4, 5)
     assert saved == [stopped]
     assert len(runs.outcome(tmp_path).losses) == stopped
     found = walk(2, tmp_path, tokens)

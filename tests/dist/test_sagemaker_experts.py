@@ -156,7 +156,12 @@ def plain() -> list[Any]:
             (4, {"expert_parallel_degree": 4}, {"how": "recomputed"}),
             (8, {"expert_parallel_degree": 2, "hybrid_shard_degree": 2}, {"by": "root", "original": False}),
         ],
-        *range(7),
+        0,
+        1,
+        2,
+        3,
+        4,
+        6,
     ),
 )
 def test_divided_experts_train_the_same_model(
@@ -172,9 +177,45 @@ def test_divided_experts_train_the_same_model(
 
 def test_delayed_values_are_those_of_the_whole_model() -> None:
     (expected,) = run_ranks(trained, 1, settings={"random_seed": 3}, how="delayed")
-    for world, kind in ((2, "expert"), (4, "expert"), (2, "tensor")):
+    for world, kind in some([(4, "expert"), (2, "tensor"), (2, "expert")], 0, 1):
         settings = {"random_seed": 3, f"{kind}_parallel_degree": 2}
         same(run_ranks(trained, world, settings=settings, how="delayed")[0], expected)
+
+
+class Holder(nn.Module):
+    """A script's module around the model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **given: Any) -> Any:
+        return self.inner(**given)
+
+
+def clipped_in_a_holder(placement: Placement, settings: dict[str, Any]) -> list[float]:
+    """The norm of the first step, and what clipping leaves of a part that FSDP ignores and the script averages."""
+    import phalanx.compat.sagemaker  # noqa: F401
+
+    with process_group(placement):
+        inner, tensor = transformed(settings, made()), settings.get("tensor_parallel_degree", 1)
+        head = inner.get_submodule("lm_head")
+        model, rows = FSDP(Holder(inner), ignored_modules=[head]), rows_of(0, placement, tensor)
+        model(input_ids=rows, labels=rows)["loss"].backward()
+        apart = [list(range(first, placement.world, tensor)) for first in range(tensor)]  # with other rows
+        (gradient,) = (each.grad for each in head.parameters())
+        assert gradient is not None
+        torch.distributed.all_reduce(gradient, group=torch.distributed.new_subgroups_by_enumeration(apart)[0])
+        gradient /= placement.world // tensor
+        before = float(gradient.norm())
+        return [float(model.clip_grad_norm_(0.5)), float(gradient.norm()) / before]
+
+
+@pytest.mark.parametrize("kind", ["expert", "tensor"])
+def test_a_norm_counts_what_is_in_other_modules_and_what_fsdp_ignores(kind: str, plain: list[Any]) -> None:
+    norm = plain[0][1]
+    for found in run_ranks(clipped_in_a_holder, 4, settings={f"{kind}_parallel_degree": 2}):
+        assert found == pytest.approx([norm, 0.5 / norm], rel=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
@@ -259,14 +300,15 @@ def test_whole_and_sharded_states_go_on_with_other_degrees(tmp_path: Path) -> No
         assert [each[0] for each in found] == pytest.approx([expected[0]] * len(found), abs=1e-9, rel=0)
     names = sorted(path.name for path in (folders["divided"] / "sharded").iterdir())
     assert names == ["tp0_ep0", "tp0_ep1"]
-    for world, kind, degree, folder, load, original in (
+    others = [
         (1, "expert", 1, "divided", "full", True),
         (4, "expert", 4, "divided", "full", False),
         (2, "expert", 2, "plain", "inner", True),
         (4, "expert", 2, "copied", "full", True),
         (8, "expert", 2, "divided", "sharded", True),
         (4, "tensor", 2, "divided", "full", True),
-    ):
+    ]
+    for world, kind, degree, folder, load, original in some(others, 1, 2, 4, 5):
         settings = {f"{kind}_parallel_degree": degree}
         found = run_ranks(resumed, world, settings=settings, folder=str(folders[folder]), load=load, original=original)
         assert found[0] == pytest.approx(expected, abs=1e-9, rel=0), (world, kind, degree, folder, load)
@@ -277,6 +319,56 @@ def test_a_sharded_state_of_another_degree_is_refused(tmp_path: Path) -> None:
     run_ranks(resumed, 4, settings={"expert_parallel_degree": 2}, folder=str(tmp_path))
     for told in run_ranks(resumed, 4, settings={"hybrid_shard_degree": 2}, folder=str(tmp_path), load="sharded"):
         assert "with the tensor and expert parallel degrees that it was saved with" in str(told[0])
+
+
+def local(placement: Placement, settings: dict[str, Any], folder: str, save: bool) -> list[Any]:
+    """The loss of a second step, after a first whose local state is saved, or from there; or why it is not."""
+    import phalanx.compat.sagemaker  # noqa: F401
+
+    with process_group(placement):
+        from torch.sagemaker import state
+        from torch.sagemaker.distributed.checkpoint import state_dict_loader, state_dict_saver, state_dict_utils
+
+        model = wrapped(transformed(settings, made(seed=0 if save else 7)), "policy", use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        groups = state.ranker.get_rep_groups()
+        mine, _ = torch.distributed.new_subgroups_by_enumeration(groups)
+        given = {"checkpoint_id": f"{folder}/{state.ep_rank} of {model.rank}", "process_group": mine}
+
+        def step(number: int) -> float:
+            rows = rows_of(number, placement)
+            loss = model(input_ids=rows, labels=rows)["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return mean_of(loss, placement.world)
+
+        if save:
+            step(0)
+        else:
+            state_dict_utils.init_optim_state(optimizer, skip_empty_param=True)
+        with state_dict_utils.sm_state_dict_type(model, state_dict_utils.SMStateDictType.SM_LOCAL_STATE_DICT):
+            held = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        try:
+            (state_dict_saver.save if save else state_dict_loader.load)(held, **given)
+            found: Any = step(1)
+        except CheckpointError as error:
+            found = str(error)
+        torch.distributed.barrier()
+        return [found]
+
+
+def test_a_local_state_goes_on_where_it_was_saved(tmp_path: Path) -> None:
+    two = {"expert_parallel_degree": 2}
+    saved = run_ranks(local, 4, settings=two, folder=str(tmp_path), save=True)
+    assert run_ranks(local, 4, settings=two, folder=str(tmp_path), save=False) == saved
+    four = {"expert_parallel_degree": 4}
+    for rank, (told,) in enumerate(run_ranks(local, 4, settings=four, folder=str(tmp_path), save=False)):
+        words = (
+            "is (800,) in the checkpoint and (50, 16) here;",
+            "does not exist, so no checkpoint was completed there;",
+        )
+        assert words[rank > 1] in told and "shards, too" in told and "metadata is None" not in told
 
 
 # ------------------------------------------------------------------------------------------------------------- refused

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_
 from phalanx.core.errors import ConfigError
 from phalanx.core.placement import Placement
 from tests.dist.scripts import example, losses
-from tests.helpers import process_group, run_ranks, some
+from tests.helpers import ALL, process_group, run_ranks, some
 
 KINDS = ["llama", "neox", "gpt2"]
 
@@ -122,20 +122,28 @@ def plain() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("world", "settings", "how", "original", "kind"),
-    [
-        (2, {"tensor_parallel_degree": 2}, "", True, "llama"),
-        (4, {"tensor_parallel_degree": 2}, "", True, "gpt2"),
-        (4, {"tensor_parallel_degree": 2}, "", True, "neox"),
-        (4, {"tensor_parallel_degree": 2}, "", False, "llama"),
-        (4, {"tensor_parallel_degree": 2}, "no shard", True, "neox"),
-        (4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}, "", True, "llama"),
-        (4, {"tensor_parallel_degree": 4}, "", True, "llama"),
-        (4, {"tensor_parallel_degree": 4}, "", False, "neox"),
-        (8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}, "", True, "llama"),
-        (4, {"tensor_parallel_degree": 2}, "from rank 0", True, "llama"),
-        (4, {"tensor_parallel_degree": 2}, "from rank 0", True, "neox"),
-        (4, {"tensor_parallel_degree": 2}, "unlike", True, "llama"),
-    ],
+    some(
+        [
+            (2, {"tensor_parallel_degree": 2}, "", True, "llama"),
+            (4, {"tensor_parallel_degree": 2}, "", True, "gpt2"),
+            (4, {"tensor_parallel_degree": 2}, "", True, "neox"),
+            (4, {"tensor_parallel_degree": 2}, "", False, "llama"),
+            (4, {"tensor_parallel_degree": 2}, "no shard", True, "neox"),
+            (4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}, "", True, "llama"),
+            (4, {"tensor_parallel_degree": 4}, "", True, "llama"),
+            (4, {"tensor_parallel_degree": 4}, "", False, "neox"),
+            (8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2}, "", True, "llama"),
+            (4, {"tensor_parallel_degree": 2}, "from rank 0", True, "llama"),
+            (4, {"tensor_parallel_degree": 2}, "from rank 0", True, "neox"),
+            (4, {"tensor_parallel_degree": 2}, "unlike", True, "llama"),
+        ],
+        1,
+        4,
+        7,
+        8,
+        9,
+        11,
+    ),
 )
 def test_divided_tensors_train_the_same_model(
     world: int, settings: dict[str, Any], how: str, original: bool, kind: str, plain: dict[str, Any]
@@ -151,19 +159,18 @@ def test_divided_tensors_train_the_same_model(
 def test_delayed_values_are_those_of_the_whole_model(kind: str) -> None:
     settings = {"random_seed": 3}
     expected = run_ranks(trained, 1, settings=settings, kind=kind, how="delayed")[0]
-    for world in (2, 4):
+    for world in (2, 4) if ALL else (4,):
         found = run_ranks(trained, world, settings=settings | {"tensor_parallel_degree": 2}, kind=kind, how="delayed")
         same(found[0], expected)
 
 
-def test_sharded_checkpoints_of_slices_go_on(tmp_path: Path) -> None:
+def test_sharded_checkpoints_of_slices_go_on(plain: dict[str, Any], tmp_path: Path) -> None:
     folder = str(tmp_path / "c")
     settings = {"tensor_parallel_degree": 2}
     run_ranks(trained, 4, settings=settings, how="save", folder=folder)
     four, eight = (run_ranks(trained, world, settings=settings, how="load", folder=folder)[0] for world in (4, 8))
-    fresh = run_ranks(trained, 4, settings=settings)[0]
     same(eight, four)
-    assert four[0] != pytest.approx(fresh[0], abs=1e-3)
+    assert four[0] != pytest.approx(plain["llama"][0], abs=1e-3), "as from the start"
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["tp0_ep0", "tp1_ep0"]
 
 
@@ -267,5 +274,5 @@ def test_what_cannot_be_divided_or_put_together_is_refused() -> None:
 
 def test_the_example_walks_the_curve_of_one_rank() -> None:
     alone = losses(example("plain_fsdp", 1))
-    for world in (4, 8):
+    for world in (4, 8) if ALL else (4,):
         assert losses(example("tensor_parallel", world)) == pytest.approx(alone, abs=2e-5)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,14 +19,14 @@ from phalanx.cli import root
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
 from phalanx.core.json_lines import read_last_line
-from phalanx.core.placement import ExitCode
+from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.supervisor.node_requests import NodeRequestKind
 from phalanx.launch import start_outcomes
 from phalanx.launch.schedulers.registry import SCHEDULERS
 from phalanx.launch.schedulers.scheduler import Job, JobTask, LaunchOptions, QueuePhase, Scheduler, SchedulerNode
 from tests.dist import command
-from tests.helpers import ROOT, some, wait_until
+from tests.helpers import ROOT, run_ranks, some, wait_until
 
 START = "import sys; from tests.dist.test_scheduler import run_command; run_command(sys.argv[1:])"
 QUEUE = Path(os.environ.get("TOY_QUEUE", "queue"))
@@ -96,46 +97,57 @@ def place(tmp_path: Path) -> Path:
     return command.write_place(tmp_path)
 
 
-def phalanx(place: Path, *words: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOY_QUEUE": str(place / "queue")}
-    done = subprocess.run(
-        [sys.executable, "-c", START, *words], cwd=place, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def call(placement: Placement, folder: str, commands: list[list[str]]) -> list[Any]:
+    """Command lines with one scheduler more; its jobs begin as they do on a node."""
+    global QUEUE
+    SCHEDULERS["toy"], QUEUE = ToyScheduler(), Path(folder, "queue")
+    environment: dict[str, str | None] = {name: None for name in os.environ if name.startswith("SLURM_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOY_QUEUE": str(QUEUE)}
+    return command.call(placement, folder, commands, environment=environment)
+
+
+def phalanx(place: Path, *commands: list[str]) -> list[str]:
+    """What each of the command lines prints."""
+    done = run_ranks(call, 1, 240, folder=str(place), commands=list(commands))[0]
+    assert [code for code, _, _ in done] == [0] * len(commands), done
+    return [out for _, out, _ in done]
 
 
 def test_a_new_scheduler_runs_a_job_to_its_end(place: Path) -> None:
     words = ["launch", "recipe.yaml", "--scheduler", "toy", "--run-dir", "run"]
-    assert "exec " in phalanx(place, *words, "--dry-run")
-    out = phalanx(place, *words, "--wait")
+    toy = ["--scheduler", "toy"]
+    dry, out, log, status, nodes, drained = phalanx(
+        place, [*words, "--dry-run"], [*words, "--wait"], ["logs", "run"], ["status", "run"],
+        ["nodes", *toy, "--json"], ["nodes", "drain", "here", *toy],
+    )  # fmt: skip
+    assert "exec " in dry
     assert out.startswith("run is job 1 of Toy\n") and "job 1 is GOING on here" in out
     assert json.loads((place / "run/launch/launched.json").read_text())["scheduler"] == "toy"
-    assert "finished after step 2" in phalanx(place, "logs", "run")
-    assert "1 of Toy, ENDED on here" in phalanx(place, "status", "run")
-    assert [row["node"] for row in json.loads(phalanx(place, "nodes", "--scheduler", "toy", "--json"))] == ["here"]
-    assert phalanx(place, "nodes", "drain", "here", "--scheduler", "toy") == "Toy has node here as: asleep\n"
+    assert "finished after step 2" in log
+    assert "1 of Toy, ENDED on here" in status
+    assert [row["node"] for row in json.loads(nodes)] == ["here"]
+    assert drained == "Toy has node here as: asleep\n"
 
 
 @pytest.mark.parametrize("now", some([False, True], 0))
 def test_a_job_of_a_new_scheduler_is_watched_and_cancelled(place: Path, now: bool) -> None:
     paths = RunPaths(place / "run")
-    phalanx(place, "launch", "recipe.yaml", "train.steps=100000", "--scheduler", "toy", "--run-dir", "run")
+    slow = command.write_slow_callback(place)
+    phalanx(place, ["launch", "recipe.yaml", "train.steps=100000", slow, "--scheduler", "toy", "--run-dir", "run"])
     try:
         wait_until(lambda: int((read_last_line(paths.metrics) or {"step": 0})["step"]) > 2, timeout_s=180)
-        found = json.loads(phalanx(place, "status", "run", "--json"))
+        status, said = phalanx(place, ["status", "run", "--json"], ["cancel", "run", *(["--now"] if now else [])])
+        found = json.loads(status)
         assert (found["scheduler"]["by"], found["scheduler"]["id"], found["scheduler"]["state"]) == (
             "toy",
             "1",
             "GOING",
         )
-        said = phalanx(place, "cancel", "run", *(["--now"] if now else []))
         assert said.startswith("job 1 was cancelled" if now else "job 1 was asked to stop")
         wait_until(lambda: (place / "queue" / "1.over").exists(), timeout_s=180)
         if not now:
             assert start_outcomes.read_start_outcomes(paths)[-1].code == ExitCode.STOPPED
-            assert "stopped" in phalanx(place, "logs", "run")
+            assert "stopped" in phalanx(place, ["logs", "run"])[0]
     finally:
         if not (place / "queue" / "1.over").exists():
             os.killpg(int((place / "queue" / "1").read_text()), signal.SIGKILL)

@@ -16,7 +16,7 @@ from phalanx.engine import sharded
 from phalanx.engine.sharding_spec import CommSchedules, ShardingSpec
 from phalanx.layout.comm_simulation import TransferOp
 from tests.dist.engine_cases import WIDTH, Batch, Driven, Mix, Net, batches, mix
-from tests.helpers import cover, run_ranks
+from tests.helpers import ALL, cover, run_ranks
 
 SHAPES: st.SearchStrategy[Any] = st.one_of(
     st.just([]), st.lists(st.integers(1, 7), min_size=1, max_size=3), st.tuples(st.integers(1, 30), st.integers(1, 20))
@@ -62,7 +62,7 @@ def random_case(
 ) -> float:
     model = Net([Mix(shapes) for shapes in units], own)
     driven = Driven(mesh, model, model.units(), ShardingSpec(**sharding), clip, meta=meta)
-    driven.walk(50, lambda step, rank: batches(step, rank, micro_batches))
+    driven.walk(50 if ALL else 8, lambda step, rank: batches(step, rank, micro_batches))
     found = driven.apart()
     driven.engine.close()
     return found
@@ -79,10 +79,10 @@ def test_any_shapes_walk_as_adamw_does(case: dict[str, Any]) -> None:
 def seven(placement: Placement) -> list[float]:
     found = []
     with join(placement, 20) as mesh:
-        for zero, weights in itertools.product((1, 2, 3), (None, (4.0, 2.0, 1.0, 0.0, 1.0, 0.0, 3.0))):
+        for zero, weights in cover((1, 2, 3), ((4.0, 2.0, 1.0, 0.0, 1.0, 0.0, 3.0), None)):
             model = Net([Mix([[5, 3], []]), Mix([[40]]), Mix([[2, 2, 2], [7]])], own=True)
             driven = Driven(mesh, model, model.units(), ShardingSpec(zero, "per_step", weights, slots=2), 0.5)
-            driven.walk(5, lambda step, rank: batches(step, rank, 2))
+            driven.walk(3, lambda step, rank: batches(step, rank, 2))
             found.append(driven.apart())
             driven.engine.close()
     return found
@@ -164,9 +164,9 @@ def odd_parameters(placement: Placement) -> dict[str, float]:
             model = Whole(all_used=sharding.zero == 3)
             untouched = model.first.never.detach().clone()
             driven = Driven(mesh, model, model.units(), sharding, clip)
-            driven.walk(5, oddly_used)
+            driven.walk(4, oddly_used)
             found[str(sharding)] = driven.apart()
-            assert driven.skipped == [0.0, 0.0, 1.0, 0.0, 0.0]
+            assert driven.skipped == [0.0, 0.0, 1.0, 0.0]
             with driven.engine.full_parameters() as whole:
                 assert torch.equal(whole["first.never"], untouched), "what is never used is not decayed either"
             driven.engine.close()

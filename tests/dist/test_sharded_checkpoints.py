@@ -12,7 +12,7 @@ UNEVEN: dict[str, Any] = {"balance__optimizer_state": [3, 0, 1, 2], "parallel__z
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "released": (3, {"balance__optimizer_state": [1, 2, 0], "parallel__zero": 3}),
-    "more": (8, {"parallel__zero": 1, "optim__double_buffer": True}),
+    "more": (5, {"parallel__zero": 1, "optim__double_buffer": True}),
     "fsdp2": (2, {"parallel__engine": "fsdp2"}),
 }
 

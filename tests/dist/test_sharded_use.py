@@ -594,7 +594,7 @@ def done_again(placement: Placement) -> list[float]:
                 torch.manual_seed(0)
                 model = Net([Mix([[], [28, 16], [26, 5]]) for _ in range(units)], False)
                 driven = Driven(mesh, model, model.units(), ShardingSpec(2, slots=2, degree=degree), CLIP)
-                driven.walk(50, lambda step, rank: batches(step, rank, 2))
+                driven.walk(25, lambda step, rank: batches(step, rank, 2))
                 found.append(driven.apart())
                 driven.engine.close()
                 assert again, f"nothing was done again with {units} units, so nothing was tested"

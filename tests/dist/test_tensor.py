@@ -1,5 +1,7 @@
 """Tensor parallelism: ranks that share every layer walk the trajectory of one, and exchange what theory says."""
 
+import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from phalanx.parallel import parallelize
 from phalanx.parallel.init_weights import make_hf_fill, materialize
 from phalanx.parallel.model_part import fill_by_runs
 from phalanx.parallel.tensor import apply_tensor_parallel, make_tensor_context
+from tests import helpers
 from tests.dist.tensor_cases import (
     GLOBAL_BATCH,
     SEQ_LEN,
@@ -28,13 +31,13 @@ from tests.dist.tensor_cases import (
     values,
     whole,
 )
-from tests.helpers import run_ranks
+from tests.helpers import run_ranks, some
 
 ALL = slice(0, GLOBAL_BATCH)
 QWEN2 = {"architecture": "qwen2", "tie_embeddings": True, "vocab_size": 59}
 QWEN3 = {"architecture": "qwen3", "head_dim": 12}
 MISTRAL = {"architecture": "mistral", "sliding_window": 5, "full_attention_layers": [1]}
-# In fp32 and among more ranks than key heads; all families in fp64: test_families.py.
+# In fp32 and among more ranks than key heads; all families in fp64 on two ranks: test_families.py.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": QWEN2,
@@ -64,16 +67,21 @@ def walked(placement: Placement, tensor: int, cases: list[dict[str, Any]], steps
 
 @pytest.mark.parametrize(
     ("world", "tensor", "cases"),
-    [
-        (2, 2, [{"zero": 0, "sequence": False}, {"zero": 0, "sequence": True}]),
-        (4, 4, [{"zero": 0, "sequence": False}, {"zero": 0, "sequence": True}]),
-        (4, 2, [{"zero": zero, "sequence": zero != 2} for zero in (1, 2, 3)]),
-        (4, 2, [{"zero": 2, "sequence": True, "slots": 2, "spec": QWEN2}]),
-    ],
-    ids=["TP2", "TP4 with 2 key heads", "TP2 x shard 2", "TP2 x shard 2, two slots"],
+    some(
+        [
+            (2, 2, [{"zero": 0, "sequence": False}, {"zero": 0, "sequence": True}]),
+            (4, 4, [{"zero": 0, "sequence": False}, {"zero": 0, "sequence": True}]),
+            (4, 2, [{"zero": zero, "sequence": zero != 2} for zero in (1, 2, 3)]),
+            (4, 2, [{"zero": 2, "sequence": True, "slots": 2, "spec": QWEN2}]),
+        ],
+        1,
+        2,
+        3,
+    ),
+    ids=some(["TP2", "TP4 with 2 key heads", "TP2 x shard 2", "TP2 x shard 2, two slots"], 1, 2, 3),
 )
 def test_steps_are_those_of_one_process(world: int, tensor: int, cases: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(run_ranks(walked, world, 120, tensor=tensor, cases=cases, steps=5)):
+    for rank, found in enumerate(run_ranks(walked, world, 120, tensor=tensor, cases=cases, steps=3)):
         for case, apart in zip(cases, found, strict=True):
             assert apart < 1e-8, (rank, case, apart)
 
@@ -84,7 +92,7 @@ def test_recomputing_and_offloading_change_nothing() -> None:
         for sequence in (False, True)
         for memory in ("full", "selective", "offload")
     ]
-    for found in run_ranks(walked, 2, 120, tensor=2, cases=cases, steps=3):
+    for found in run_ranks(walked, 2, 120, tensor=2, cases=cases, steps=2):
         assert max(found) < 1e-9, found
 
 
@@ -113,7 +121,7 @@ def first_gradients(placement: Placement, kinds: dict[str, dict[str, Any]]) -> d
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", some([2, 4], 1))
 def test_first_gradients_are_those_of_one_process(world: int) -> None:
     for found in run_ranks(first_gradients, world, 120, kinds=KINDS):
         assert len(found) == 2 * len(KINDS)
@@ -144,6 +152,8 @@ def compiled(placement: Placement) -> float:
     with among(placement, placement.world) as mesh:
         mine, other = values(spec, torch.float32), values(spec, torch.float32)
         held = apply_tensor_parallel(mine, make_tensor_context(mesh, spec.kv_heads, True))
+        if not helpers.ALL:  # inductor takes ten times longer
+            torch.compile = functools.partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]
         parallelize.compile_units(mine, mine.blocks())
         for model in (mine, other):
             loss_of(model, 1, ALL).backward()
@@ -157,11 +167,11 @@ def test_compiled_blocks_exchange_just_the_same() -> None:
 # -------------------------------------------------------------------------------------------------------------- traffic
 
 
-def counted(placement: Placement, sequence: bool, memory: str) -> list[list[int]]:
-    """Calls and bytes of one block's forward and backward pass, and those of all else, in float64."""
+def counted(placement: Placement, ways: list[tuple[bool, str]]) -> list[list[list[int]]]:
+    """Calls and bytes of one block's forward and backward pass, and those of all else, in float64, each way."""
     found = []
     with among(placement, placement.world) as mesh:
-        for layers in (1, 2):
+        for (sequence, memory), layers in itertools.product(ways, (1, 2)):
             spec = spec_of({"layers": layers})
             mine = driven(mesh, spec, 0, sequence, memory)
             mesh.traffic.take()
@@ -170,22 +180,33 @@ def counted(placement: Placement, sequence: bool, memory: str) -> list[list[int]
             loss.backward()
             backward = mesh.traffic.take()
             found.append([forward.calls, forward.payload_bytes, backward.calls, backward.payload_bytes])
-    one, two = found
-    return [[b - a for a, b in zip(one, two, strict=True)], [2 * a - b for a, b in zip(one, two, strict=True)]]
+    return [
+        [[b - a for a, b in zip(one, two, strict=True)], [2 * a - b for a, b in zip(one, two, strict=True)]]
+        for one, two in zip(found[::2], found[1::2], strict=True)
+    ]
 
 
-@pytest.mark.parametrize(
-    ("sequence", "memory", "backward_calls", "again"),
-    [
-        (False, "none", 2, 0), (True, "none", 4, 0), (False, "selective", 2, 0), (True, "selective", 4, 2),
-        (False, "full", 2, 2), (True, "full", 4, 4),
-    ],
-)  # fmt: skip
-def test_a_block_exchanges_what_theory_says(sequence: bool, memory: str, backward_calls: int, again: int) -> None:
+# Whether along the sequence, and the memory of activations: calls in a backward pass, and when it computes again.
+CALLS = {
+    (False, "none"): (2, 0), (True, "none"): (4, 0), (False, "selective"): (2, 0), (True, "selective"): (4, 2),
+    (False, "full"): (2, 2), (True, "full"): (4, 4),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def traffic() -> list[list[list[list[int]]]]:
+    """By rank and way."""
+    return run_ranks(counted, 2, ways=list(CALLS))
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_a_block_exchanges_what_theory_says(way: tuple[bool, str], traffic: list[list[list[list[int]]]]) -> None:
+    (sequence, _), (backward_calls, again) = way, CALLS[way]
     activations = GLOBAL_BATCH * SEQ_LEN * 32 * 8
     norms = 2 if sequence else 0  # whose gradients are parts of a sum, too: 32 numbers each
     chunk = GLOBAL_BATCH * SEQ_LEN * 3 * 2 * 8  # three numbers for each token and rank
-    for block, rest in run_ranks(counted, 2, sequence=sequence, memory=memory):
+    for of_rank in traffic:
+        block, rest = of_rank[list(CALLS).index(way)]
         forward_calls = 4 if sequence else 2
         assert block[:2] == [forward_calls, forward_calls * activations]
         calls = backward_calls + norms + again

@@ -21,8 +21,9 @@ from tests.numerics import runs
 from tests.numerics.runs import same_bits
 
 # A loss that hardly changes, so that a spike is one.
-CALM = {"checkpoint.every": 4, "checkpoint.keep": 20, "train.eval_sequences": 0, "train.micro_batch": 2}
+CALM = {"checkpoint.every": 4, "checkpoint.keep": 20, "train.eval_sequences": 0, "model.layers": 1}
 CALM |= {"optim.lr": 1e-4, "resilience.rollback_steps": 3}
+BACK = {"train.steps": 8, "checkpoint.every": 2, "resilience.on_nan": "rollback"}
 
 
 def train(placement: Placement, run: str, data: str, changes: dict[str, Any], planned: list[str]) -> str:
@@ -57,38 +58,36 @@ def walk(run: Path, tokens: Path, *planned: str, ranks: int = 2, **changes: Any)
 def test_a_run_that_goes_back_walks_as_one_that_never_saw_the_data(
     ranks: int, changes: dict[str, Any], tokens: Path, tmp_path: Path
 ) -> None:
-    """Step 14 goes wrong: back to the checkpoint of step 8, steps 9 to 11 as before, past the data of 12 to 14."""
-    steps = {"train.steps": 18}
-    kwargs = {"data": str(tokens), "changes": steps | changes | {"resilience.on_nan": "rollback"}}
-    done = run_ranks(train, ranks, timeout_s=180, run=str(tmp_path / "back"), planned=["nan:step=14"], **kwargs)
+    """Step 6 goes wrong: back to the checkpoint of step 2, step 3 as before, past the data of 4 to 6."""
+    kwargs = {"data": str(tokens), "changes": BACK | changes}
+    done = run_ranks(train, ranks, timeout_s=180, run=str(tmp_path / "back"), planned=["nan:step=6"], **kwargs)
     assert done == ["0"] * ranks
     [back] = runs.events(tmp_path / "back", EventKind.ROLLED_BACK)
-    assert (back["step"], back["from_step"], back["first"], back["last"]) == (8, 14, 12, 14)
-    walked = run_ranks(train_past, ranks, timeout_s=180, run=str(tmp_path / "past"), skips=[[11, 14]], **kwargs)
+    assert (back["step"], back["from_step"], back["first"], back["last"]) == (2, 6, 4, 6)
+    walked = run_ranks(train_past, ranks, timeout_s=180, run=str(tmp_path / "past"), skips=[[3, 6]], **kwargs)
     assert walked == [0] * ranks
     expected, found = runs.outcome(tmp_path / "past"), runs.outcome(tmp_path / "back")
     assert found.losses == expected.losses
     assert same_bits(found.state, expected.state)
     plain = runs.job(tmp_path / "back", tokens, kwargs["changes"], ranks)
-    assert len(read_steps(plain.paths.metrics)) == 18
+    assert len(read_steps(plain.paths.metrics)) == 8
 
 
 def test_whoever_goes_on_with_a_run_that_went_back_goes_on_with_that(tokens: Path, tmp_path: Path) -> None:
     """Killed in the steps that are done again, before those whose data are passed over; and once more behind them."""
-    keys = {"resilience.on_nan": "rollback", "train.steps": 18}
-    once = {name.replace(".", "__"): value for name, value in keys.items()}
-    assert walk(tmp_path / "one", tokens, "nan:step=14", **once) == ["0", "0"]
-    # The first attempt ends at step 10, when it has come there for the second time.
-    stop = {"run": str(tmp_path / "two"), "data": str(tokens), "changes": keys, "planned": ["nan:step=14"]}
+    once = {name.replace(".", "__"): value for name, value in BACK.items()}
+    assert walk(tmp_path / "one", tokens, "nan:step=6", **once) == ["0", "0"]
+    # The first attempt ends at step 4, when it has come there for the second time.
+    stop = {"run": str(tmp_path / "two"), "data": str(tokens), "changes": BACK, "planned": ["nan:step=6"]}
     run_ranks(train_and_die, 2, timeout_s=180, restarts=1, **stop)
-    assert [event["step"] for event in runs.events(tmp_path / "two", EventKind.RESUMED)] == [8]
+    assert [event["step"] for event in runs.events(tmp_path / "two", EventKind.RESUMED)] == [2]
     one, two = runs.outcome(tmp_path / "one"), runs.outcome(tmp_path / "two")
     assert one.losses == two.losses
     assert same_bits(one.state, two.state)
 
 
 def train_and_die(placement: Placement, run: str, data: str, changes: dict[str, Any], planned: list[str]) -> str:
-    """As `train`, but the first attempt fails in step 10 once it has gone back; the disk is slow."""
+    """As `train`, but the first attempt fails in step 4 once it has gone back; the disk is slow."""
     save = CheckpointSaver._save
 
     def slowly(saver: CheckpointSaver, job: Any) -> None:
@@ -102,7 +101,7 @@ def train_and_die(placement: Placement, run: str, data: str, changes: dict[str, 
         went_back = False
 
         def on_step(self, record: dict[str, Any]) -> None:
-            if self.went_back and record["step"] == 9 and placement.attempt == 1:
+            if self.went_back and record["step"] == 3 and placement.attempt == 1:
                 raise RuntimeError("as the test wants")
 
         def on_event(self, event: dict[str, Any]) -> None:
@@ -117,7 +116,7 @@ def train_and_die(placement: Placement, run: str, data: str, changes: dict[str, 
 
 def test_a_spike_is_skipped_by_all_ranks_without_a_trace(tokens: Path, tmp_path: Path) -> None:
     """As a step whose gradient is no number, which has no weight in anything."""
-    keys = {"train__steps": 26, "resilience__on_spike": "skip"}
+    keys = {"train__steps": 25, "resilience__on_spike": "skip"}
     assert walk(tmp_path / "spike", tokens, "spike:rank=1,step=24,factor=10", **keys) == ["0", "0"]
     assert walk(tmp_path / "nan", tokens, "nan:rank=1,step=24", **keys) == ["0", "0"]
     [skipped] = runs.events(tmp_path / "spike", EventKind.STEP_SKIPPED)
@@ -129,7 +128,7 @@ def test_a_spike_is_skipped_by_all_ranks_without_a_trace(tokens: Path, tmp_path:
 
 
 def test_a_spike_is_gone_back_behind(tokens: Path, tmp_path: Path) -> None:
-    keys = {"train__steps": 26, "resilience__on_spike": "rollback"}
+    keys = {"train__steps": 24, "resilience__on_spike": "rollback"}
     assert walk(tmp_path, tokens, "spike:rank=1,step=24,factor=10", **keys) == ["0", "0"]
     [back] = runs.events(tmp_path, EventKind.ROLLED_BACK)
     assert (back["step"], back["first"], back["last"]) == (20, 22, 24)
@@ -143,7 +142,7 @@ def test_a_spike_is_gone_back_behind(tokens: Path, tmp_path: Path) -> None:
         ("spike:step=24,factor=9", {"resilience__on_spike": "stop"}, "in step 24 the loss is"),
         ("nan:step=3", {"resilience__on_nan": "rollback"}, "no checkpoint of step 0 or before is left to go back to"),
         (
-            "nan:step=14,every=true",
+            "nan:step=7,every=true",
             {"resilience__on_nan": "rollback"},
             "was already rolled back 3 times within 1000 steps",
         ),

@@ -25,7 +25,7 @@ from tests.helpers import run_ranks
 from tests.numerics import runs
 
 pytestmark = needs_accelerator
-STEPS = 10
+STEPS = 6 if SIMULATED else 10
 
 
 def train_on_device(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> int:

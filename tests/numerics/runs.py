@@ -40,7 +40,7 @@ from tests.helpers import ALL, run_ranks
 from tests.token_sets import TokenWriter
 
 VOCAB = 61  # divides by none of 2, 3 and 5, so that every engine's cut of the embedding is uneven
-STEPS = 30 if ALL else 15
+STEPS = 30 if ALL else 6
 RECIPE: dict[str, dict[str, Any]] = {
     "model": {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 44, "vocab_size": VOCAB,
               "dropout": 0.1},

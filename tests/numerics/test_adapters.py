@@ -134,12 +134,12 @@ def test_dropout_of_adapters_and_their_shape_matter(
 def test_killed_and_started_again_it_is_the_same_run(
     ranks: int, more: dict[str, Any], base: Path, tokens: Path, tmp_path: Path
 ) -> None:
-    changed = changes(base) | more
+    changed = changes(base) | more | {"train.steps": 6}
     quiet = walked(ranks, tmp_path / "quiet", tokens, changed)
     run = tmp_path / "killed"
-    kill: dict[str, Any] = {"step": 9, "number": signal.SIGKILL, "ranks": [ranks - 1]}
+    kill: dict[str, Any] = {"step": 5, "number": signal.SIGKILL, "ranks": [ranks - 1]}
     run.mkdir()
-    often = changed | {"checkpoint.every": 4}
+    often = changed | {"checkpoint.every": 2}
     codes = run_ranks(train_with_signal, ranks, restarts=1, run=str(run), data=str(tokens), changes=often, **kill)
     assert codes == [0] * ranks
     assert len(runs.events(run, EventKind.RESUMED)) == 1

@@ -27,6 +27,7 @@ from tests.numerics.runs import VOCAB, distance, farthest, job, same_bits, walk
 from tests.token_sets import TokenWriter
 
 EXACT = 1e-9
+STEPS = 4
 SPECIALS = SpecialTokens(0, 1, 2, 3, 4, tuple(range(45, VOCAB)))
 LABELS = ["O", "B-A", "I-A"]
 SEQ_LEN = 80  # rows are padded to 64 or to 80
@@ -105,7 +106,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def changes(kind: str, **more: Any) -> dict[str, Any]:
     """What is changed in the proofs' recipe: a whole model, and single keys."""
-    given = {"train": {"steps": 8, "micro_batch": 8}, **KINDS[kind][1], **more}
+    given = {"train": {"steps": STEPS, "micro_batch": 8}, **KINDS[kind][1], **more}
     return {"model": MODEL} | {f"{name}.{key}": value for name, keys in given.items() for key, value in keys.items()}
 
 
@@ -162,9 +163,9 @@ def test_gradients_of_any_split_are_those_of_the_whole(
 @pytest.mark.parametrize("kind", some(["masked pairs", "shards", "tag", "classify"], 1, 2))
 def test_ranks_with_unlike_shares_walk_one_curve(kind: str, sets: Callable[[str], Path], tmp_path: Path) -> None:
     one = walk(1, tmp_path / "one", sets(kind), **written(kind))
-    assert len(set(one.losses)) == 8, "what would not change would be the same everywhere"
+    assert len(set(one.losses)) == STEPS, "what would not change would be the same everywhere"
     for name, shares in (("uneven", [5, 2, 1]), ("empty", [0, 8])):
-        given = written(kind, train={"steps": 8, "micro_batch": 3})
+        given = written(kind, train={"steps": STEPS, "micro_batch": 3})
         other = walk(len(shares), tmp_path / name, sets(kind), shares=shares, **given)
         apart = {
             "losses": farthest(other.losses, one.losses),
@@ -186,8 +187,8 @@ def test_killed_and_resumed_it_is_the_same_to_the_bit(kind: str, sets: Callable[
     quiet = walk(2, tmp_path / "quiet", sets(kind), shares=[5, 3], **written(kind))
     run = tmp_path / "killed"
     run.mkdir()
-    often = changes(kind) | {"checkpoint.every": 3, "balance.batch": [5, 3]}
-    kwargs = {"step": 6, "number": signal.SIGKILL, "ranks": [1]}
+    often = changes(kind) | {"checkpoint.every": 2, "balance.batch": [5, 3]}
+    kwargs = {"step": 3, "number": signal.SIGKILL, "ranks": [1]}
     codes = run_ranks(train_with_signal, 2, restarts=1, run=str(run), data=str(sets(kind)), changes=often, **kwargs)
     assert codes == [0, 0]
     assert len(runs.events(run, EventKind.RESUMED)) == 1

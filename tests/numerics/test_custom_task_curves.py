@@ -29,11 +29,11 @@ from tests.helpers import ROOT, run_ranks
 from tests.numerics import runs
 from tests.unit.test_custom_task import SOUND, idx
 
-STEPS = 12
+STEPS = 8
 RECIPE: dict[str, dict[str, Any]] = {
     "task": {"code": str(ROOT / "examples" / "vision_task.py"), "options": {"width": 8, "depth": 2, "dropout": 0.2}},
     "train": {"steps": STEPS, "global_batch": 9, "micro_batch": 4, "dtype": "fp64", "eval_sequences": 25,
-              "eval_every": 6},
+              "eval_every": 4},
     "optim": {"lr": 1e-2, "clip_norm": 0.9, "decay_steps": STEPS},
     "checkpoint": {"every": 4},
     "balance": {"batch": "even"},
@@ -114,14 +114,14 @@ def test_any_ranks_and_shares_walk_one_curve(images: Path, tmp_path: Path) -> No
         assert other.evaluations == pytest.approx(one.evaluations, rel=1e-9)
         # Scores are quotients of sums of whole numbers: the same to the last bit.
         assert scores(tmp_path / name) == scores(tmp_path / "one")
-    assert [step for step, _ in scores(tmp_path / "one")] == [6, STEPS]
+    assert [step for step, _ in scores(tmp_path / "one")] == [4, STEPS]
     [first, _] = runs.events(tmp_path / "one", "evaluated")
     assert (first["tokens"], first["unit"]) == (25, "samples")
 
 
 def test_killed_and_resumed_is_the_same_to_the_last_bit(images: Path, tmp_path: Path) -> None:
     whole = walk(2, tmp_path / "whole", images, balance__batch=[6, 3])
-    killed = walk(2, tmp_path / "killed", images, dies_in=7, restarts=1, balance__batch=[6, 3])
+    killed = walk(2, tmp_path / "killed", images, dies_in=6, restarts=1, balance__batch=[6, 3])
     assert runs.events(tmp_path / "killed", "resumed")[0]["step"] == 4
     assert killed.losses == whole.losses
     assert runs.same_bits(killed.state, whole.state)

@@ -30,7 +30,7 @@ from tests.unit.test_moe import SPEC
 DIVISIONS: dict[str, tuple[int, list[int] | None, dict[str, Any]]] = {
     "two": (2, [5, 3], {"parallel__expert": 2, "train__micro_batch": 2}),
     "two copies": (4, [3, 1, 0, 4], {
-        "parallel__expert": 2, "balance__experts": [4, 1], "train__micro_batch": 1, "memory__activations": "full",
+        "parallel__expert": 2, "balance__experts": [4, 1], "train__micro_batch": 2, "memory__activations": "full",
     }),
     "four, one without": (4, None, {
         "parallel__expert": 4, "balance__experts": [3, 0, 1, 1], "train__micro_batch": 2, "parallel__zero": 3,

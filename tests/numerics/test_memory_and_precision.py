@@ -21,9 +21,9 @@ from tests.numerics.runs import distance, farthest, same_bits, walk
 
 @pytest.mark.parametrize(("ranks", "activations"), cover([1, 2], ["selective", "full"]))
 def test_recomputed_activations_give_the_same_bits(ranks: int, activations: str, tokens: Path, tmp_path: Path) -> None:
-    kept = walk(ranks, tmp_path / "kept", tokens, train__steps=8, train__micro_batch=3)
+    kept = walk(ranks, tmp_path / "kept", tokens, train__steps=3, train__micro_batch=3)
     again = walk(
-        ranks, tmp_path / "again", tokens, train__steps=8, train__micro_batch=3, memory__activations=activations
+        ranks, tmp_path / "again", tokens, train__steps=3, train__micro_batch=3, memory__activations=activations
     )  # fmt: skip
     assert again.losses == kept.losses
     assert same_bits(again.state, kept.state)
@@ -33,7 +33,7 @@ OFFLOADED: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"parallel__engine": "single"}),
     "fsdp2 bf16": (2, {"parallel__engine": "fsdp2", "train__dtype": "bf16"}),
     "zero 1": (2, {"parallel__zero": 1}),
-    "zero 2": (3, {"parallel__zero": 2, "train__micro_batch": 1}),
+    "zero 2": (2, {"parallel__zero": 2, "train__micro_batch": 1}),
     "zero 3 fp32": (2, {"parallel__zero": 3, "train__dtype": "fp32"}),
 }
 
@@ -41,7 +41,7 @@ OFFLOADED: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", some(OFFLOADED, 0, 1, 3))
 def test_inputs_that_waited_on_the_host_give_the_same_bits(case: str, tokens: Path, tmp_path: Path) -> None:
     ranks, how = OFFLOADED[case]
-    asked = {"train__steps": 6, "train__micro_batch": 2, "model__layers": 3, "train__eval_every": 3} | how
+    asked = {"train__steps": 4, "train__micro_batch": 2, "model__layers": 3, "train__eval_every": 2} | how
     kept, full, moved = (
         walk(ranks, tmp_path / mode, tokens, **asked, memory__activations=mode, memory__offload_prefetch_blocks=1)
         for mode in ("none", "full", "offload")
@@ -148,10 +148,10 @@ def test_compiled_blocks_walk_the_same_curve(tokens: Path, tmp_path: Path) -> No
 
 
 def test_bf16_is_close_to_float64_and_the_engines_to_each_other(tokens: Path, tmp_path: Path) -> None:
-    ten = {"train__steps": 10, "train__micro_batch": 4}
-    exact = walk(1, tmp_path / "exact", tokens, **ten)
-    single = walk(1, tmp_path / "single", tokens, **ten, train__dtype="bf16")
-    sharded = walk(2, tmp_path / "sharded", tokens, **ten, train__dtype="bf16")
+    few = {"train__steps": 5, "train__micro_batch": 4}
+    exact = walk(1, tmp_path / "exact", tokens, **few)
+    single = walk(1, tmp_path / "single", tokens, **few, train__dtype="bf16")
+    sharded = walk(2, tmp_path / "sharded", tokens, **few, train__dtype="bf16")
     for one, other in ((single, exact), (sharded, exact), (sharded, single)):
         apart = max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
         print(f"bf16: losses {apart:.1e} apart")
@@ -196,7 +196,7 @@ def test_gradients_in_bf16_are_accumulated_in_fp32(tokens: Path, tmp_path: Path)
     sums = {name: 0.1 * grad for name, grad in sums.items()}  # 1 - beta1
     in_bf16 = {name: grad.bfloat16() for name, grad in sums.items()}
     rounding = distance(in_bf16, sums, "exp_avg")
-    for ranks in (1, 2, 3):
+    for ranks in (1, 3):
         run_ranks(first_moments, ranks, run=str(tmp_path / f"{ranks}"), data=str(tokens))
         found = {k: v for k, v in runs.state(tmp_path / f"{ranks}").items() if k.startswith("exp_avg/")}
         apart = distance(found, sums, "exp_avg")

@@ -19,7 +19,7 @@ from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import distance, farthest
 
-STEPS = 10
+STEPS = 8
 CODE = """
 import torch
 

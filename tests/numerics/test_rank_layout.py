@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
-from tests.helpers import some
+from tests.helpers import ALL, some
 from tests.numerics.runs import RECIPE, STEPS, Outcome, distance, farthest, walk
 
 EXACT = 1e-9  # float64: what is left is the order of additions, and what the steps of Adam make of it
@@ -31,7 +31,7 @@ def assert_same(other: Outcome, alone: Outcome, tolerance: float = EXACT) -> Non
 def test_the_curve_learns_and_clips_now_and_then(alone: Outcome) -> None:
     # What the comparisons below would not notice: a run in which nothing happens is the same everywhere.
     assert len(alone.losses) == STEPS
-    assert alone.losses[-1] < alone.losses[0] - 0.5
+    assert alone.losses[-1] < alone.losses[0] - (0.5 if ALL else 0.2)
     limit = RECIPE["optim"]["clip_norm"]
     assert min(alone.norms) < limit < max(alone.norms)
     assert len(alone.evaluations) == 1
@@ -47,14 +47,14 @@ def test_both_engines_on_one_rank(alone: Outcome, tokens: Path, tmp_path: Path) 
 
 
 def test_ranks_that_have_nothing_to_do(tokens: Path, tmp_path: Path) -> None:
-    # Three sequences on five ranks: two of them contribute weight 0 to every step, and still take part in it.
-    few: dict[str, Any] = {"train__global_batch": 3, "train__micro_batch": 3, "train__steps": 12}
-    assert_same(walk(5, tmp_path / "five", tokens, **few), walk(1, tmp_path / "one", tokens, **few))
+    # Two sequences on three ranks: one of them contributes weight 0 to every step, and still takes part in it.
+    few: dict[str, Any] = {"train__global_batch": 2, "train__micro_batch": 2, "train__steps": 6}
+    assert_same(walk(3, tmp_path / "three", tokens, **few), walk(1, tmp_path / "one", tokens, **few))
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_tied_embeddings_and_other_clipping(clip: float | None, tokens: Path, tmp_path: Path) -> None:
-    changes = {"model__tie_embeddings": True, "optim__clip_norm": clip, "train__steps": 15}
+    changes = {"model__tie_embeddings": True, "optim__clip_norm": clip, "train__steps": 6}
     one = walk(1, tmp_path / "one", tokens, **changes)
     assert_same(walk(3, tmp_path / "three", tokens, **changes), one)
     assert not any("head.weight" in name for name in one.state)
@@ -73,11 +73,11 @@ def test_unequal_shares_with_accumulation(shares: list[int], alone: Outcome, tok
 
 def test_labels_that_count_for_nothing(tokens: Path, tmp_path: Path) -> None:
     # Steps and ranks then weigh something else each: the mean is one of labels, not of ranks or micro-batches.
-    one = walk(1, tmp_path / "one", tokens, masked=True, train__steps=15)
+    one = walk(1, tmp_path / "one", tokens, masked=True, train__steps=6)
     weights = [record["tokens"] for record in read_steps(RunPaths(tmp_path / "one").metrics)]
     assert min(weights) < max(weights) < 8 * 16
-    for name, ranks, shares in (("even", 3, None), ("uneven", 3, [5, 2, 1])):
-        other = walk(ranks, tmp_path / name, tokens, masked=True, shares=shares, train__micro_batch=2, train__steps=15)
+    for name, ranks, shares in some([("even", 3, None), ("uneven", 3, [5, 2, 1])], 1):
+        other = walk(ranks, tmp_path / name, tokens, masked=True, shares=shares, train__micro_batch=2, train__steps=6)
         assert_same(other, one)
 
 
@@ -98,14 +98,15 @@ def test_first_gradients_in_fp32(tokens: Path, tmp_path: Path) -> None:
     # After one step without clipping the first moment is the mean gradient times 1 - beta1, whatever the engine.
     one_step = {"train__steps": 1, "optim__clip_norm": None, "checkpoint__every": 1, "train__eval_sequences": 0}
     exact = walk(1, tmp_path / "exact", tokens, **one_step)
-    for name, ranks, changes in [
+    ways: list[tuple[str, int, dict[str, Any]]] = [
         ("single", 1, {}),
         ("accumulated", 1, {"train__micro_batch": 3}),
         ("fsdp2", 1, {"parallel__engine": "fsdp2"}),
         ("two", 2, {}),
         ("three", 3, {"train__micro_batch": 2}),
         ("five", 5, {}),
-    ]:
+    ]
+    for name, ranks, changes in some(ways, 0, 2, 4):  # others in test_any_division.py
         other = walk(ranks, tmp_path / name, tokens, **one_step, train__dtype="fp32", **changes)
         apart = distance(other.state, exact.state, "exp_avg")
         print(f"{name}: gradients in fp32 are {apart:.1e} of their norm from those in float64")

@@ -167,3 +167,11 @@ def test_rows_that_stay_whole_are_rounded_whole() -> None:
     check_whole_rows([ParameterSpec("a", (GRANULE, 3), "", "fp32", True)])
     with pytest.raises(ConfigError, match="keeps rows of a whole, which have 3;"):
         check_whole_rows([ParameterSpec("a", (GRANULE, 3), "", "fp32", True, 3)])
+
+
+def test_stacks_of_biases_are_vectors_and_other_names_say_nothing() -> None:
+    shapes = {
+        name: ParameterSpec(name, (5, 8), "a", "fp32").update_shape
+        for name in ("layers.0.mlp.experts.down_bias", "layers.0.mlp.experts.down", "net.position_bias")
+    }
+    assert list(shapes.values()) == [(40,), (5, 8), (5, 8)]

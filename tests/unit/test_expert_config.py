@@ -1,5 +1,6 @@
 """Recipes with expert parallelism: what is refused, how ranks form groups, and which rank holds how many experts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from phalanx.autotune.footprint import make_all_footprints, make_rank_footprint
 from phalanx.autotune.micro_batch import bytes_of_more_rows
 from phalanx.autotune.rank_bytes import find_state_layout, state_items
 from phalanx.config import load
+from phalanx.config.model_spec import decide_experts
 from phalanx.config.resolve import resolve_autos
 from phalanx.core.errors import ConfigError
 from phalanx.launch.node_session import make_policy
@@ -19,6 +21,7 @@ from phalanx.layout.balance import Speed
 from phalanx.layout.buckets import GRANULE
 from phalanx.layout.memory_model import ON_THEIR_WAY
 from phalanx.layout.mesh_axes import MeshAxes
+from phalanx.models.families.catalog import PRESETS
 from phalanx.models.moe import MoEDecoder
 from phalanx.parallel.parallelize import change_blocks
 from phalanx.workload.expert_counts import find_expert_counts
@@ -186,3 +189,16 @@ def test_blocks_that_are_recomputed_are_compiled_around_the_exchange(monkeypatch
     change_blocks(model, config, torch.device("cpu"))
     model(torch.arange(16)[None])
     assert counter.frame_count
+
+
+def test_a_weight_of_no_loss_is_refused() -> None:
+    """Of a folder that asks for none, where the recipe does not say by what experts are balanced."""
+    spec = PRESETS["mixtral-8x7b"]
+    assert spec.moe is not None
+    spec = replace(spec, moe=replace(spec.moe, balance="none"))
+    keys: dict[str, Any] = {"balance_weight": 0.1}
+    asked = load.build_config({"model": {"from_hf": "mixtral", "moe": keys}}, "here")
+    with pytest.raises(ConfigError, match=r"asks for no loss \(output_router_logits\); set model.moe.balance, or rem"):
+        decide_experts(asked, spec)
+    asked = load.build_config({"model": {"from_hf": "mixtral", "moe": keys | {"balance": "sequence"}}}, "here")
+    assert [each[:2] for each in decide_experts(asked, spec)] == [("model.moe.over", "layer")]

@@ -1,12 +1,15 @@
 """Experts in one process: the grouped product and routing beside their plain twins, and the balancing loss beside
 autograd on a whole batch."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.layout.model_shape import EXPERT_TARGETS, LoraSpec, ModelSpec, MoESpec
 from phalanx.models.families.catalog import PRESETS, find_shape_problems, flops_per_token, parameter_count
@@ -14,6 +17,7 @@ from phalanx.models.grouped_mm import multiply_groups, reference_multiply_groups
 from phalanx.models.lora import adapter_shapes, merge_adapter
 from phalanx.models.moe import ExpertLoad, Experts, MoEBlock, MoEDecoder, MoELayer, reference_experts
 from phalanx.models.router import Router
+from phalanx.parallel.activations import recompute
 from phalanx.workload.expert_balance import describe_load
 from tests.helpers import some
 
@@ -55,6 +59,46 @@ def test_the_grouped_product_has_the_gradient_that_it_should() -> None:
     # A frozen stack gets none, and what is multiplied still does.
     (alone,) = torch.autograd.grad(multiply_groups(x, weight.detach(), ends).sum(), x)
     assert alone.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_grouped_product_of_tensors_without_values_has_shapes(dtype: torch.dtype) -> None:
+    """As a dry run walks a model."""
+    with FakeTensorMode():
+        x, weight = torch.empty(8, 16, dtype=dtype, requires_grad=True), torch.empty(3, 32, 16, dtype=dtype)
+        out = multiply_groups(x, weight.requires_grad_(), torch.empty(3, dtype=torch.int64))
+        given = torch.autograd.grad(out.sum(), (x, weight))
+    assert [tuple(each.shape) for each in (out, *given)] == [(8, 32), (8, 16), (3, 32, 16)]
+
+
+class Called(TorchDispatchMode):
+    """Counts what operators compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "operator"), [(torch.float32, "aten._grouped_mm.default"), (torch.float64, "phalanx.grouped_mm.default")]
+)
+@pytest.mark.parametrize("selective", [True, False])
+def test_what_is_recomputed_selectively_keeps_the_grouped_product(
+    dtype: torch.dtype, operator: str, selective: bool
+) -> None:
+    """Whether torch's kernel is called by itself or by our operator."""
+    unit = nn.Module()
+    unit.forward = lambda x, weight, ends: multiply_groups(x.sin(), weight, ends).sin().sin()  # type: ignore[assignment]
+    recompute([unit], selective)
+    x, weight = torch.randn(8, 16, dtype=dtype, requires_grad=True), torch.randn(2, 16, 16, dtype=dtype)
+    with Called() as called:
+        unit(x, weight, torch.tensor([3, 8])).sum().backward()
+    assert called.names[operator] == (2 if selective else 3)  # with the one of the gradient
+    assert called.names["aten.sin.default"] == 5  # the last is not needed again
 
 
 def layer_of(spec: ModelSpec, dtype: torch.dtype = torch.float64) -> MoELayer:

@@ -38,6 +38,11 @@ FILE = Hardware(
         "moe_experts_per_token": 2,
         "moe_intermediate": 64,
         "moe_dense_layers": [0],
+        "moe_shared": 1,
+        "query_rank": 0,
+        "key_rank": 12,
+        "plain_dim": 4,
+        "value_dim": 6,
     },
     (
         device(0, "NVIDIA A100-SXM4-40GB", 0.4),

@@ -10,9 +10,9 @@ from phalanx.config import load
 from phalanx.core.errors import ConfigError
 from phalanx.layout.context_exchange import AttentionShape, count_exchanged_elements
 from phalanx.layout.context_slices import slice_in_pairs
-from phalanx.layout.model_shape import MoESpec
-from phalanx.models.families.catalog import PRESETS
-from phalanx.planner import choose_layout, compute_cost, parse_cluster
+from phalanx.layout.model_shape import MoESpec, list_timing_shapes
+from phalanx.models.families.catalog import PRESETS, flops_per_token
+from phalanx.planner import choose_layout, compute_cost, measured_cluster, parse_cluster
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
 from phalanx.planner.cost import CostModel, estimate_step
@@ -76,6 +76,17 @@ def test_what_ranks_that_divide_experts_wait_for() -> None:
     assert found.waits_s == pytest.approx((4 * rows * row_bytes + count_bytes) / 1e9)
 
 
+def test_rows_are_divided_within_a_group_that_divides_experts() -> None:
+    """As `balance.batch` lists them: of the last ranks of a group, too, whose exchange is that of the first."""
+    choice = LayoutChoice(expert=4, micro_batch=1)
+    even, listed = (
+        estimate_step(MIXTURE, alone(4), replace(choice, shares=shares), FULL) for shares in ((), (16, 16, 16, 16))
+    )
+    assert listed.step_s == pytest.approx(even.step_s)
+    uneven = estimate_step(MIXTURE, alone(4), replace(choice, shares=(8, 16, 16, 24)), FULL)
+    assert uneven.terms["communication"] == pytest.approx(1.5 * even.terms["communication"], rel=0.1)
+
+
 def test_tensor_ranks_exchange_tokens_that_are_theirs() -> None:
     """Of two copies on two ranks each, each rank sends those of its half."""
     bytes_of = {
@@ -111,6 +122,28 @@ def test_state_of_divided_experts_does_not_travel() -> None:
         for expert in (1, 4)
     )
     assert divided < 0.6 * whole
+
+
+def test_a_pass_that_counts_choices_ahead_takes_as_long_as_a_forward_pass() -> None:
+    """A third of a step, of which a backward pass takes two."""
+    for zero in (1, 3):
+        plain, counted = (
+            estimate_step(replace(MIXTURE, counts_ahead=ahead), alone(4), LayoutChoice(micro_batch=1, zero=zero), FULL)
+            for ahead in (False, True)
+        )
+        assert 1.28 < counted.terms["compute"] / plain.terms["compute"] < 1.36
+    assert counted.terms["communication"] >= plain.terms["communication"]
+    for balance in ("step", "sequence"):
+        config = load.build_config({"model": {"preset": "mixtral-8x7b", "moe": {"balance": balance}}}, "a recipe")
+        work = PlanQuery(config, None, ()).work(parse_cluster.parse_cluster("8xH100-80GB"))
+        assert work.counts_ahead == (balance == "step")
+
+
+@pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "moonlight-16b-a3b", "deepseek-v3"])
+def test_a_hardware_file_has_the_work_of_what_was_measured(preset: str) -> None:
+    spec = PRESETS[preset]
+    record = {**list_timing_shapes(spec), "positions": 512, "dtype": "bf16"}
+    assert measured_cluster._work_of(record).flops_per_token() == pytest.approx(flops_per_token(spec, 512)[0], rel=1e-3)
 
 
 def test_a_part_of_a_row_takes_its_part_of_a_block() -> None:

@@ -126,6 +126,23 @@ def test_a_wrong_override_is_a_sentence(overrides: list[str], sentence: str) -> 
     assert "\n" not in found and len(found) < 400
 
 
+EXPERTS = "model: {hidden: 16, layers: 1, heads: 2, architecture: mixtral, moe: {experts: 4, experts_per_token: 2}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "sentence"),
+    [
+        (EXPERTS, ["model.moe.capacity=2", "parallel.expert=2"], "unknown key model.moe.capacity; "),
+        (EXPERTS, ["model.moe.balance=sinkhorn", "parallel.expert=2"], "model.moe.balance must be "),
+        (EXPERTS, ["model.architecture=llama"], "model.moe is set, but model.architecture llama has no experts"),
+        (GOOD, ["model.moe.balance=step"], "model.moe is set, but the model has no experts"),
+    ],
+)
+def test_one_mistake_is_one_sentence(text: str, overrides: list[str], sentence: str) -> None:
+    assert sentence in (found := refusal(text, *overrides))
+    assert "\n" not in found
+
+
 def test_a_later_override_wins_and_the_tree_is_left_alone() -> None:
     before = tree(train={"steps": 1})
     copy = yaml.safe_load(yaml.safe_dump(before))
@@ -318,6 +335,15 @@ def test_what_nothing_reads_is_told() -> None:
     told = find_unused_keys(load.build_config(tree(train=fp8 | {"fp8": "block"}), "here"))
     assert told[1] == "train.fp8_margin has no effect with train.fp8 block; remove it, or set train.fp8=delayed"
     assert len(told) == 2 and not find_unused_keys(load.build_config(tree(train=fp8 | {"fp8": "delayed"}), "here"))
+    moe: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "balance_weight": 0.1}
+    for more, key in (
+        ({"balance": "none"}, "balance_weight"),
+        ({"dense_layers": [1]}, "dense_layers"),
+        ({"balance": "sequence"}, None),
+    ):
+        model = SHAPE | {"architecture": "qwen3_moe", "moe": moe | more}
+        told = find_unused_keys(load.build_config({"model": model}, "here"))
+        assert [sentence.split()[0] for sentence in told] == ([f"model.moe.{key}"] if key else [])
     read = asked | {"on_spike": "rollback", "on_lost_node": ["wait"]}
     assert find_unused_keys(load.build_config(tree(resilience=read), "here"), several=True) == []
 
@@ -492,13 +518,21 @@ def test_work_that_was_divided_by_hand_may_be_left_to_measuring_again() -> None:
         assert resolve.continue_config(wanted, saved, FOLDER).balance.batch == "auto"
 
 
-def test_experts_that_were_divided_by_hand_may_be_on_one_rank_again() -> None:
-    model = {"architecture": "mixtral", "moe": {"experts": 4, "experts_per_token": 2}}
+@pytest.mark.parametrize(
+    ("degree", "key", "by"),
+    [
+        ("expert", "balance.experts", [3, 1]),
+        ("pipeline", "parallel.layers_per_stage", [3, 1]),
+        ("context", "parallel.context_by", "ring"),
+    ],
+)
+def test_what_was_divided_by_hand_may_be_on_one_rank_again(degree: str, key: str, by: object) -> None:
+    model = {"architecture": "mixtral", "layers": 4, "moe": {"experts": 4, "experts_per_token": 2, "balance": "none"}}
     asked = tree(train={"steps": 5})
     asked["model"] |= model
     wanted = load.build_config(asked, "here")
-    saved = load.update_config(wanted, {"parallel.expert": 2, "balance.experts": [3, 1]})
-    assert resolve.continue_config(wanted, saved, FOLDER).balance.experts == "auto"
+    saved = load.update_config(wanted, {f"parallel.{degree}": 2, key: by})
+    assert get_knob(resolve.continue_config(wanted, saved, FOLDER), key) == "auto"
 
 
 @pytest.mark.parametrize(

@@ -14,37 +14,31 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from phalanx.api.fsdp.session import FsdpSession, current_session
 from phalanx.comm.collectives import device_for_group
 from phalanx.core.errors import ConfigError
+from phalanx.parallel.hf_state import find_tensor_shards
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Clip the gradient norm in place to at most `max_norm`; returns the norm before, the same on all ranks. `model`
-    may be wrapped in FSDP, alone or within other wrappers; its tensors or experts may be split over ranks. Each element
-    counts once, wherever it is held. The norm is float32, or float64 for a model that has it. Collective.
+    may be wrapped in FSDP, alone or within other modules; its tensors or experts may be split over ranks. Each element
+    counts once, wherever it is held, also of what FSDP ignores. The norm is float32, or float64 for a model that has
+    it. Collective.
     """
-    root = _root(model)
+    root = next((each for each in model.modules() if isinstance(each, FullyShardedDataParallel)), None)
     session = current_session()
     if session is None or session.sliced is None:
         if root is None:
             return nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
         return root.clip_grad_norm_(max_norm, norm_type)
-    if root is None:
-        pairs = [(clean_tensor_name(name), each.grad) for name, each in model.named_parameters()]
-    else:
-        pairs = list(_sharded(root))
-    gradients = [(name, gradient) for name, gradient in pairs if gradient is not None and gradient.numel()]
+    group = _group(root, session)
+    gradients = list(_gradients(model, session.ranks.slices, dist.get_world_size(group)))
     kinds = (each.dtype for each in model.parameters())
     wide = functools.reduce(torch.promote_types, kinds, torch.float32)
     with torch.no_grad():
-        norm = _norm(gradients, session, _group(root, session), norm_type).to(wide)
+        norm = _norm(gradients, group, norm_type).to(wide)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for _, gradient in gradients:
+        for gradient, _ in gradients:
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return norm
-
-
-def _root(model: nn.Module) -> FullyShardedDataParallel | None:
-    """The outermost FSDP module."""
-    return next((each for each in model.modules() if isinstance(each, FullyShardedDataParallel)), None)
 
 
 def _group(root: FullyShardedDataParallel | None, session: FsdpSession) -> dist.ProcessGroup:
@@ -54,10 +48,25 @@ def _group(root: FullyShardedDataParallel | None, session: FsdpSession) -> dist.
     return session.group(session.sliced if whole else "whole")
 
 
-def _sharded(root: FullyShardedDataParallel) -> Iterator[tuple[str, Tensor | None]]:
-    """Each parameter's name in the model, and this rank's part of its gradient."""
-    names = {id(module): name for name, module in root.named_modules()}
-    for part in FullyShardedDataParallel.fsdp_modules(root):
+def _gradients(model: nn.Module, slices: int, ranks: int) -> Iterator[tuple[Tensor, int]]:
+    """This rank's part of each gradient, and how many of the `ranks` of a copy of the model, `slices` for each shard,
+    hold the same one."""
+    alike = {clean_tensor_name(name): part.copies for name, part in find_tensor_shards(model).items()}
+    seen: set[int] = set()
+    for parameter, name, gradient in _sharded(model):
+        seen.add(id(parameter))
+        if gradient is not None and gradient.numel():
+            yield gradient, alike.get(name, slices)
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in seen and parameter.grad is not None and parameter.grad.numel():
+            yield parameter.grad, alike.get(clean_tensor_name(name), slices) * (ranks // slices)
+
+
+def _sharded(model: nn.Module) -> Iterator[tuple[nn.Parameter, str, Tensor | None]]:
+    """Each parameter that FSDP manages, or the flat one that it is a part of, its name in the model, and this rank's
+    part of its gradient."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for part in FullyShardedDataParallel.fsdp_modules(model):
         if part._handle is None:
             continue
         flat = part._handle.flat_param
@@ -65,26 +74,24 @@ def _sharded(root: FullyShardedDataParallel) -> Iterator[tuple[str, Tensor | Non
             name = clean_tensor_name(f"{names[id(info.module)]}.{info.param_name}".lstrip("."))
             if part._handle._use_orig_params:
                 assert flat._params is not None
-                yield name, flat._params[number].grad
+                yield flat._params[number], name, flat._params[number].grad
             elif place.in_shard and flat.grad is not None:
                 assert place.offset_in_shard is not None and place.numel_in_shard is not None
-                yield name, flat.grad.narrow(0, place.offset_in_shard, place.numel_in_shard)
+                yield flat, name, flat.grad.narrow(0, place.offset_in_shard, place.numel_in_shard)
+            else:
+                yield flat, name, None
 
 
-def _norm(
-    gradients: list[tuple[str, Tensor]], session: FsdpSession, group: dist.ProcessGroup, norm_type: float
-) -> Tensor:
-    device = gradients[0][1].device if gradients else torch.device("cpu")
+def _norm(gradients: list[tuple[Tensor, int]], group: dist.ProcessGroup, norm_type: float) -> Tensor:
+    device = gradients[0][0].device if gradients else torch.device("cpu")
     if norm_type == math.inf:
-        parts = [gradient.abs().max().double() for _, gradient in gradients]
+        parts = [gradient.abs().max().double() for gradient, _ in gradients]
         total = torch.stack(parts).max() if parts else torch.zeros((), device=device, dtype=torch.float64)
         return _over_ranks(total, dist.ReduceOp.MAX, group)
     if not norm_type > 0:
         raise ConfigError(f"norm_type is {norm_type:g}, which is not a norm; give a number above 0, or infinity")
     total = torch.zeros((), device=device, dtype=torch.float64)
-    for name, gradient in gradients:
-        slice_ = session.shards.get(name)
-        alike = session.ranks.slices if slice_ is None else slice_.copies
+    for gradient, alike in gradients:
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total += torch.linalg.vector_norm(gradient, norm_type, dtype=wide).double() ** norm_type / alike
     return _over_ranks(total, dist.ReduceOp.SUM, group) ** (1 / norm_type)

@@ -16,7 +16,7 @@ from phalanx.api.fsdp.rank_layout import RankLayout
 from phalanx.api.fsdp.session import FsdpSession
 from phalanx.comm.collectives import device_for_group
 from phalanx.core.errors import ConfigError
-from phalanx.parallel import hf_state, hf_transform
+from phalanx.parallel import hf_transform
 
 KEYS = {"tensor": 1, "shard_degree": None}
 
@@ -164,7 +164,6 @@ def _cut(
                 dist.broadcast(sent, axis.ranks[0], group=axis.group)
                 parameter.data.copy_(sent)
     split(model, axis, load_state_dict_from_rank0=from_rank0, device=device, dtype=dtype)
-    session.shards |= hf_state.find_tensor_shards(model)
 
 
 def _cast(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:

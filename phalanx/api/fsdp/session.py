@@ -45,8 +45,6 @@ class FsdpSession:
     layers: frozenset[type] = frozenset()  # classes of a transformed model's layers
     experts: frozenset[type] = frozenset()  # classes of mixture-of-experts modules
     models: list[int] = field(default_factory=list)  # ids of transformed models
-    # Slices of the whole parameters that a transformed model holds
-    shards: dict[str, Any] = field(default_factory=dict)
     settings: Any = None  # the original settings, to detect a second call with others
     flushes: int = 0
     requests: Any = None  # the queue of asynchronous saves

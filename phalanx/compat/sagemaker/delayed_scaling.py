@@ -61,7 +61,9 @@ class LayerHistory:
     def __init__(self, products: int, recipe: SimpleNamespace, joins: bool = True) -> None:
         self.recipe = SimpleNamespace(**vars(recipe))  # a layer keeps no recipe alive
         self.scalings = [_Scaling() for _ in range(products)]
-        self.table = torch.zeros(products, len(TENSORS), _setting(recipe, "amax_history_len"), device="cpu")
+        self.table = torch.zeros(
+            products, len(TENSORS), _setting(recipe, "amax_history_len"), dtype=torch.float32, device="cpu"
+        )
         self.steps = False  # whether its entries are agreed on after each step, which all ranks must do alike
         if joins:
             self.join()
@@ -94,7 +96,7 @@ class LayerHistory:
         for scaling in self.scalings:
             scaling.begin()
         device = next((one.device for one in each if one is not None), None)
-        none = torch.tensor(NOTHING, device=device)
+        none = torch.tensor(NOTHING, dtype=torch.float32, device=device)
         return torch.stack([none if one is None else one for one in each]).to("cpu").view(-1, len(TENSORS))
 
     def append(self, largest: Tensor) -> None:
@@ -202,7 +204,9 @@ def end_step() -> None:
         return
     largest = torch.cat(
         [
-            torch.full((products, len(TENSORS)), NOTHING) if history is None else history.take_maxima()
+            torch.full((products, len(TENSORS)), NOTHING, dtype=torch.float32, device="cpu")
+            if history is None
+            else history.take_maxima()
             for (products, _), history in zip(_places, histories, strict=True)
         ]
     )

@@ -92,6 +92,12 @@ class DistributedFileSystemReader(FileSystemReader):
                 found = load_metadata(cast("IO[bytes]", file))
             found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
             found.storage_meta.load_id = self.load_id
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} does not exist, so no checkpoint was completed there; name another folder, or load on as many "
+                "tensor and expert parallel ranks as it was saved on, which have one each, a local one on as many "
+                "shards, too"
+            ) from None
         except Exception as error:  # whatever a file that is none makes of the unpickler
             raise unreadable_error(path, error) from None
         return found

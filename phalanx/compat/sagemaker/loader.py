@@ -80,6 +80,8 @@ def load(
         )
     except CheckpointException as error:  # the same on all ranks
         first = error.failures[min(error.failures)][0]
+        if isinstance(first, AssertionError):  # as PyTorch says that the metadata cannot be read
+            reader.read_metadata()
         raise (
             first
             if isinstance(first, CheckpointError)
@@ -128,8 +130,8 @@ class _Planner(DefaultLoadPlanner):
             if saved is not None and isinstance(wanted, torch.Tensor | ShardedTensor) and saved != wanted.size():
                 raise CheckpointError(
                     f"{name} is {tuple(saved)} in the checkpoint and {tuple(wanted.size())} here; read a sharded "
-                    "checkpoint with the tensor and expert parallel degrees that it was saved with, or load a full "
-                    "state dict"
+                    "checkpoint with the tensor and expert parallel degrees that it was saved with, a local one on as "
+                    "many shards, too, or load a full state dict"
                 )
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
