@@ -27,6 +27,7 @@ from phalanx.elastic.node import agent
 OF_THE_SUM, OF_THE_BOUND = 0.90, 1.10
 PERIOD_S = 0.005  # of quotas: shorter than a block's computing, so that no rank waits for another's next period
 SPEEDS, MBIT = (3, 1), (400.0, 100.0)
+ROWS = 16  # of a step: with few, experts' loads differ by chance, and waits for a quota's next period count
 
 
 def compare_speeds(quick: bool) -> tuple[list[Row], list[Check]]:
@@ -37,24 +38,24 @@ def compare_speeds(quick: bool) -> tuple[list[Row], list[Check]]:
     experts = {"experts": 8, "experts_per_token": 2, "intermediate": 3 * width, "balance": "bias", "bias_rate": 0.001}
     model = {"architecture": "deepseek_v3", "hidden": width, "layers": 2, "heads": 4, "intermediate": 3 * width,
              "latent": [0, width // 4, width // 8, width // 8], "vocab_size": 256, "moe": experts}  # fmt: skip
-    turns, level, steps = (1, 1, 2) if quick else (3, 12, 8)
+    turns, level, steps = (1, 1, 2) if quick else (3, 8, 4)
     rates: dict[str, list[float]] = {"each alone, their sum": [], "3 to 1": [], "equal": []}
-    with placed(SpeedSize(ratios=(SPEEDS,), global_batch=8, seq_len=512, model=model), period_s=PERIOD_S) as place:
+    with placed(SpeedSize(ratios=(SPEEDS,), global_batch=ROWS, seq_len=512, model=model), period_s=PERIOD_S) as place:
         place = replace(place, tokens=write_even_tokens(place.folder / "even"))
 
         def run(name: str, cores: Any, warm: int, **settings: Any) -> float:
             return rate(Place.run(place, name, cores, warm + steps, optim__lr=1e-9, **settings)[warm:])
 
         def alone(name: str, rank: int, part: float) -> float:
-            rows = 2 * SPEEDS[rank]
+            rows = ROWS * SPEEDS[rank] // sum(SPEEDS)
             return run(f"{name}-{rank}", [part], 1, first_rank=rank, train__global_batch=rows, train__micro_batch=rows)
 
         cores = calibrate(SPEEDS, lambda rank, part: alone(f"first-{part:g}", rank, part))
         for turn in range(turns):
             each = [alone(f"alone-{turn}", rank, part) for rank, part in enumerate(cores)]
             rates["each alone, their sum"].append(sum(each))
-            shared = {"parallel__expert": 2, "train__micro_batch": 8}
-            for name, by_rank, held in (("3 to 1", [6, 2], [6, 2]), ("equal", "even", [4, 4])):
+            shared = {"parallel__expert": 2, "train__micro_batch": ROWS}
+            for name, by_rank, held in (("3 to 1", [12, 4], [6, 2]), ("equal", "even", [4, 4])):
                 of_experts = {"balance__batch": by_rank, "balance__experts": held}
                 rates[name].append(run(f"{name[0]}-{turn}", cores, level, **shared, **of_experts))
     sums = rates["each alone, their sum"]
