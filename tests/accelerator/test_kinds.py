@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 
 from phalanx.api.fsdp.clip_norm import _norm
-from phalanx.api.fsdp.rank_layout import RankLayout
-from phalanx.api.fsdp.session import FsdpSession
 from phalanx.api.shard import sync_initial_values
 from phalanx.comm import backend
 from phalanx.comm.collectives import device_for_group
@@ -114,8 +112,8 @@ def begun_alike(placement: Placement) -> list[Any]:
         torch.manual_seed(mesh.rank)
         model = torch.nn.Linear(3, 2).to(device)
         sync_initial_values(model, mesh, {})
-        session, ours = FsdpSession(mesh.rank, RankLayout(mesh.world)), torch.full((2,), 3.0 + mesh.rank, device=device)
-        norms = [_norm([("any", ours)], session, mesh.transfers, kind).item() for kind in (2.0, math.inf)]
+        ours = torch.full((2,), 3.0 + mesh.rank, device=device)
+        norms = [_norm([(ours, 1)], mesh.transfers, kind).item() for kind in (2.0, math.inf)]
         return [model.weight.tolist(), norms]
 
 
