@@ -165,23 +165,24 @@ class TransferSchedule:
         kind = held.gathered_dtype
         return held.bucket.link_elements * (self._routes.gather_bytes(kind) if held.bucket.trained else kind.itemsize)
 
-    def _find_largest(self, mine: Sequence[float]) -> list[float]:
-        """The greatest of each number over all ranks, which differ where ranks hold different numbers of experts.
+    def _find_largest(self, sizes: Sequence[float]) -> list[float]:
+        """The greatest of each size over all ranks, which differ where ranks hold different numbers of experts.
         Collective there."""
-        if self._mesh.expert is None:
-            return list(mine)
+        return list(sizes) if self._mesh.expert is None else self._max(sizes)
+
+    def _max(self, mine: Sequence[float]) -> list[float]:
+        """The greatest of each number over all ranks. Collective."""
         table = torch.tensor(mine, dtype=torch.float64)
         all_reduce(table, self._mesh.agreement, self._traffic, dist.ReduceOp.MAX).wait()
-        return table.tolist()
+        found: list[float] = table.tolist()
+        return found
 
     def make_orders(self, step: int) -> None:
         """Compute the schedules from `step` on, from the times of the slowest rank. Collective."""
         assert self._link_timer is not None
         # The last rank to arrive has not waited, so the shortest restart counts.
         mine = [*self.pass_timer.median_seconds(), *self._link_timer.update_seconds(), -self._link_timer.restart_s()]
-        table = torch.tensor(mine, dtype=torch.float64)
-        all_reduce(table, self._mesh.agreement, self._traffic, dist.ReduceOp.MAX).wait()
-        *slowest, minus_restart_s = table.tolist()
+        *slowest, minus_restart_s = self._max(mine)
         passes_s, updates_s = slowest[: -len(self._units)], slowest[-len(self._units) :]
         wide = self._routes.reduce_bytes(self._precision.master)
         sent = []
