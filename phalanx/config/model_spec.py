@@ -149,9 +149,12 @@ def _moe(section: MoESection, spec: ModelSpec) -> MoESpec | None:
 
 def decide_experts(config: Config, hf_spec: ModelSpec | None) -> list[tuple[str, str, str]]:
     """Resolve how an even load of experts is kept, where that is `auto`, of a model of a folder's `hf_spec` or of drawn
-    weights: keys, values and reasons. Raises ConfigError for a weight where there is no loss."""
+    weights: keys, values and reasons. Raises ConfigError for a weight where there is no loss, and for settings of
+    experts that a folder's model does not have."""
     moe, section = None if hf_spec is None else hf_spec.moe, config.model.moe
     if not (recipe_family(config) if hf_spec is None else family_of(hf_spec)).has_experts:
+        if hf_spec is not None and section != MoESection():
+            raise ConfigError("model.moe is set, but the model of model.from_hf has no experts; remove model.moe")
         return []
     balance, over, why = "sequence", "layer", "the weights are drawn"
     if moe is not None and moe.balance == "none":

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from phalanx.config.load import update_config
-from phalanx.config.model import RopeScalingSection, SourceSection
+from phalanx.config.model import MoESection, RopeScalingSection, SourceSection
 from phalanx.config.model_spec import MOE_SHAPE_FIELDS, SHAPE_FIELDS, build_model_spec
 from phalanx.config.schema import Config, get_knob, iter_knobs
 from phalanx.core.errors import ConfigError
@@ -24,6 +24,20 @@ STANDIN_BERT = ModelSpec(  # for a BERT folder that is not here
 STANDIN = ModelSpec(  # for a Hugging Face folder that is not here
     vocab_size=VOCAB, hidden=64, layers=LAYERS, heads=4, kv_heads=2, head_dim=16, intermediate=176, max_seq_len=4096
 )  # fmt: skip
+STANDIN_EXPERTS = replace(  # where the recipe speaks of experts
+    STANDIN,
+    architecture="mixtral",
+    moe=MoESpec(experts=EXPERTS, experts_per_token=EXPERTS // 2, intermediate=STANDIN.intermediate),
+)
+
+
+def choose_stand_in(config: Config) -> ModelSpec:
+    """The tiny model in the place of a Hugging Face folder that is not here: a Llama, a Mixtral if the recipe has keys
+    of experts, or a BERT if its task needs one."""
+    if config.task.kind not in ("auto", "language"):
+        return STANDIN_BERT
+    has_experts = config.model.moe != MoESection() or config.parallel.expert > 1
+    return STANDIN_EXPERTS if has_experts else STANDIN
 
 
 def shrink_spec(spec: ModelSpec, seq_len: int) -> ModelSpec:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from phalanx.config.schema import Config
-from phalanx.config.shrink import SEQ_LEN, STANDIN, STANDIN_BERT, shrink_spec
+from phalanx.config.shrink import SEQ_LEN, choose_stand_in, shrink_spec
 from phalanx.core.errors import ConfigError
 from phalanx.core.run_paths import VOCABULARY_FILES
 from phalanx.data.tokenizer import load_tokenizer
@@ -25,8 +25,8 @@ from phalanx.workload.workload import resolve_model_class
 def write_tiny_model(config: Config) -> tuple[str, bool]:
     """Write the stand-in for `model.from_hf` into the cache, if it is not there yet; (its path, has it a tokenizer).
 
-    Only the original's config.json is read; where even that is not here it is a tiny Llama, or BERT. Raises ConfigError
-    for a config.json that the run itself would refuse.
+    Only the original's config.json is read; where even that is not here, it is what `choose_stand_in` says. Raises
+    ConfigError for a config.json that the run itself would refuse.
     """
     assert config.model.from_hf
     original, code = Path(config.model.from_hf).expanduser(), resolve_model_class(config)
@@ -34,7 +34,8 @@ def write_tiny_model(config: Config) -> tuple[str, bool]:
         written = read_config(original)
         spec = shrink_spec(spec_from_config(written, str(original), code.hf_config), SEQ_LEN)
     else:
-        written, spec = None, STANDIN if config.task.kind in ("auto", "language") else STANDIN_BERT
+        written, spec = None, choose_stand_in(config)
+        code = resolve_model_class(config, spec=spec)
         if (tokenizer := Path(config.data.tokenizer).expanduser()).is_dir():
             spec = replace(spec, vocab_size=load_tokenizer(tokenizer).vocab_size)
     has_tokenizer = any((original / name).is_file() for name in VOCABULARY_FILES)

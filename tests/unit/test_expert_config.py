@@ -202,3 +202,5 @@ def test_a_weight_of_no_loss_is_refused() -> None:
         decide_experts(asked, spec)
     asked = load.build_config({"model": {"from_hf": "mixtral", "moe": keys | {"balance": "sequence"}}}, "here")
     assert [each[:2] for each in decide_experts(asked, spec)] == [("model.moe.over", "layer")]
+    with pytest.raises(ConfigError, match=r"the model of model.from_hf has no experts; remove model.moe"):
+        decide_experts(asked, PRESETS["llama-3-8b"])

@@ -1,5 +1,6 @@
 """Tiny recipes: what shrinks, what stays, and that the recipes which come with Phalanx all have a legal tiny twin."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from phalanx.config import load
 from phalanx.config.model_spec import build_model_spec
@@ -17,6 +19,7 @@ from phalanx.core.records import read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.layout.model_shape import ModelSpec
 from phalanx.models.families.catalog import PRESETS, find_shape_problems, parameter_count
+from phalanx.workload.tiny_model import write_tiny_model
 from tests.dist import command
 from tests.helpers import ROOT
 
@@ -128,6 +131,32 @@ def test_a_mixture_keeps_its_weights_and_what_is_here() -> None:
     assert "data.source: stdlib, s3://far/away/* (3) -> stdlib, stdlib (3)" in list_changes(
         load.build_config(tree, "it"), found
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "weight"),
+    [
+        ({}, "llama", "model.layers.0.mlp.up_proj.weight"),
+        ({"model": {"moe": {"balance": "none"}}}, "mixtral", "model.layers.0.block_sparse_moe.experts.0.w1.weight"),
+        ({"parallel": {"expert": 2}}, "mixtral", "model.layers.0.block_sparse_moe.experts.0.w1.weight"),
+        (
+            {"task": {"kind": "classify", "labels": ["a", "b"]}},
+            "bert",
+            "bert.encoder.layer.0.attention.self.query.weight",
+        ),
+    ],
+    ids=["plain", "balance", "expert", "classify"],
+)
+def test_a_folder_that_is_not_here_is_replaced_by_a_model_that_takes_the_recipes_keys(
+    change: dict[str, Any], kind: str, weight: str, tmp_path: Path
+) -> None:
+    model = {"from_hf": "not/here"} | change.get("model", {})
+    config = load.build_config(change | {"model": model, "data": {"cache": str(tmp_path)}}, "a recipe")
+    folder, has_tokenizer = write_tiny_model(config)
+    assert json.loads(Path(folder, "config.json").read_text())["model_type"] == kind
+    with safe_open(Path(folder, "model.safetensors"), "pt") as weights:
+        assert weight in weights.keys()  # noqa: SIM118
+    assert not has_tokenizer
 
 
 def test_steps_to_look_into_move_into_the_run() -> None:
