@@ -35,8 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Who is woken does not preempt who wakes it. Else gloo's threads are stopped while they send, holding a lock for which
-# the threads that they have woken spin: a third of what ranks compute on busy cores.
+# As CPU ranks do (`prefer_wakers` in phalanx/system/cpus.py): a third of what ranks compute on busy cores.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 TESTS = Path(__file__).resolve().parent

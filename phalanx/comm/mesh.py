@@ -17,7 +17,7 @@ from phalanx.comm.rendezvous import JsonGroup, RollCall, Topology, exchange_offe
 from phalanx.core import renamed
 from phalanx.core.placement import Placement
 from phalanx.layout.mesh_axes import ALONE, MeshAxes
-from phalanx.system import accelerator
+from phalanx.system import accelerator, cpus
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,8 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: M
     the ranks are no multiple of those that a copy needs.
     """
     axes.data_parallel_size(placement.world)
-    device = torch.device(placement.device)
-    timeout = datetime.timedelta(seconds=timeout_s)
+    timeout, device = datetime.timedelta(seconds=timeout_s), torch.device(placement.device)
+    cpus.prefer_wakers(device.type)
     store = dist.PrefixStore(f"attempt-{placement.attempt}", open_store(placement, timeout))
     offers = exchange_offers(store, placement, timeout_s, _describe_device(device))
     dist.init_process_group(  # not bound to a device (`device_id`), for the reasons that `_default_group_unbound` has
@@ -254,6 +254,7 @@ def attach_mesh(device: torch.device, timeout_s: float, axes: MeshAxes = ALONE) 
     """A mesh in a process whose ranks have already met: it has new groups, separate from all others, which are
     destroyed on exit. Every rank must make it, on its `device`."""
     axes.data_parallel_size(dist.get_world_size())
+    cpus.prefer_wakers(device.type)
     # torch keeps this store to itself, but it is where every rank is known to look.
     store = dist.PrefixStore("beside", dist.distributed_c10d._get_default_store())
     meeting = _new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
@@ -310,8 +311,7 @@ def _make_axis(mesh: Mesh, offers: list[str], timeout: datetime.timedelta, axis:
     """The group of this rank along an axis; every rank makes every group, in the same order."""
     mine = None
     for ranks in mesh.axes.groups(axis, mesh.world):
-        used = _choose_backend([offers[each] for each in ranks]) if backend is None else backend
-        group = _new_group(list(ranks), backend=used, timeout=timeout)
+        group = _new_group(list(ranks), backend=backend or _choose_backend([offers[r] for r in ranks]), timeout=timeout)
         if mesh.rank in ranks:
             mine = Axis(group, ranks, ranks.index(mesh.rank))
     assert mine is not None
@@ -326,7 +326,7 @@ def _add_axis_groups(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wa
     mesh.pipe = of("pipe", None) if axes.pipeline > 1 else None
     mesh.model = of("model", "gloo")
     shard = of("data", None)
-    theirs = [offers[each] for each in shard.ranks]
+    inside = RankDevices.from_offers([offers[each] for each in shard.ranks])
     mesh.inner = replace(
         mesh,
         rank=shard.rank,
@@ -337,7 +337,7 @@ def _add_axis_groups(mesh: Mesh, offers: list[str], wait: datetime.timedelta, wa
         transfers=of("data", None).group,
         agreement=of("data", "gloo").group,
         topology=mesh.topology.subset(shard.ranks),
-        devices=replace(mesh.devices, homogeneous=RankDevices.from_offers(theirs).homogeneous),
+        devices=replace(mesh.devices, homogeneous=inside.homogeneous),
         extra=ExtraGroups(tuple(axes.groups("data", world)), axes=mesh.extra.axes),
         inner=None,
         bookkeeping=Traffic(),

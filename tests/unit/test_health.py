@@ -6,6 +6,7 @@ import resource
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,24 @@ def test_processors_that_are_not_really_there(tmp_path: Path) -> None:
     assert (
         cpus.count_cpus(tmp_path, own) == cpus.count_cpus(tmp_path, tmp_path / "none") == len(os.sched_getaffinity(0))
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "before", "after"),
+    [
+        ("cpu", os.SCHED_OTHER, os.SCHED_BATCH),
+        ("cuda", os.SCHED_OTHER, os.SCHED_OTHER),
+        ("cpu", os.SCHED_IDLE, os.SCHED_IDLE),
+    ],
+)
+def test_threads_of_cpu_ranks_do_not_preempt_who_wakes_them(device: str, before: int, after: int) -> None:
+    def policy() -> int:  # which is a thread's own
+        os.sched_setscheduler(0, before, os.sched_param(0))
+        cpus.prefer_wakers(device)
+        return os.sched_getscheduler(0)
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(policy).result() == after
 
 
 def test_the_hosts_own_name_can_be_looked_up() -> None:
