@@ -17,7 +17,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.launch import launched_run, start_outcomes
 from phalanx.launch.schedulers import scheduler
 from tests.dist import command
-from tests.helpers import ROOT, is_alive, wait_until
+from tests.helpers import ROOT, is_alive, run_ranks, wait_until
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
 ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -39,16 +39,32 @@ def place(tmp_path: Path) -> Path:
     return command.write_place(tmp_path)
 
 
-def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> None:
+@pytest.fixture
+def in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell of Slurm's, `srun --ntasks 8 --pty bash`, whose step the run in the background is no part of."""
+    for name in ("PROCID", "LOCALID", "NODEID", "STEP_ID"):
+        monkeypatch.setitem(ENVIRONMENT, f"SLURM_{name}", "0")
+    for name, value in (("NTASKS", "8"), ("STEP_NUM_TASKS", "8"), ("STEP_NUM_NODES", "1"), ("JOB_ID", "7")):
+        monkeypatch.setitem(ENVIRONMENT, f"SLURM_{name}", value)
+    monkeypatch.setitem(ENVIRONMENT, "SLURM_STEP_NODELIST", "n1")
+
+
+def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path, in_a_step: None) -> None:
     paths = RunPaths(place / "run")
     slow = command.write_slow_callback(place)
     words = ["launch", "recipe.yaml", "train.steps=100000", "checkpoint.every=3", slow, "--local", "--run-dir", "run"]
-    started = phalanx(place, *words)
-    assert (started.returncode, "run is running as process " in started.stdout) == (0, True), started.stderr
+    with open(place / "shown", "wb") as shown:
+        watching = subprocess.Popen(
+            [sys.executable, "-m", "phalanx", *words, "--wait"], cwd=place, env=ENVIRONMENT, stdout=shown, stderr=shown
+        )
+    wait_until(lambda: scheduler.find_lock_holder(paths.job_supervisor) is not None, timeout_s=180)
     held = scheduler.find_lock_holder(paths.job_supervisor)
-    assert held is not None and f"process {held[0]};" in started.stdout
+    assert held is not None
     try:
-        wait_until(lambda: _step(paths) > 4, timeout_s=180)
+        wait_until(lambda: _step(paths) > 4 and " step " in (place / "shown").read_text(), timeout_s=180)
+        assert f"run is running as process {held[0]}\n" in (place / "shown").read_text()
+        watching.kill()  # who waits for the run is no part of it
+        watching.wait()
         refused = command.refused(place, *words)
         assert refused == (
             f"the run run is already running as process {held[0]} on {held[1]}; end it with `phalanx cancel run`"
@@ -61,11 +77,13 @@ def test_a_run_in_the_background_is_kept_going_and_cancelled(place: Path) -> Non
         assert "--- phalanx train was killed here by SIGKILL; restarting it" in log
         reached = _step(paths)
         wait_until(lambda: _step(paths) > reached, timeout_s=180)
-        code, out, _ = command.phalanx(place, "status", "run", "--json")
-        found = json.loads(out)
-        assert (code, found["state"], found["scheduler"]["by"]) == (0, "running", "process")
-        code, out, _ = command.phalanx(place, "cancel", "run")
-        assert (code, out) == (0, f"process {held[0]} was asked to stop: it finishes the step, saves and exits\n")
+        asked = [["status", "run", "--json"], ["logs", "run"], ["logs", "run", "--rank", "0"], ["cancel", "run"]]
+        (status, log, of_rank, cancel) = run_ranks(command.call, 1, folder=str(place), commands=asked)[0]
+        found = json.loads(status[1])
+        assert (status[0], found["state"], found["scheduler"]["by"]) == (0, "running", "process")
+        assert (log[0], " step " in log[1], of_rank[0]) == (0, True, 0)
+        said = f"process {held[0]} was asked to stop: it finishes the step, saves and exits\n"
+        assert cancel[:2] == [0, said]
         wait_until(lambda: not is_alive(held[0]), timeout_s=180)
     finally:
         if is_alive(held[0]):
@@ -82,24 +100,6 @@ def _step(paths: RunPaths) -> int:
 
 def _count(paths: RunPaths, kind: str) -> int:
     return sum(event.get("kind") == kind for event in read_lines(paths.events))
-
-
-def test_waiting_shows_the_run_and_leaves_with_its_code(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a shell of Slurm's, `srun --ntasks 8 --pty bash`, whose step the run in the background is no part of."""
-    for name in ("PROCID", "LOCALID", "NODEID", "STEP_ID"):
-        monkeypatch.setitem(ENVIRONMENT, f"SLURM_{name}", "0")
-    for name, value in (("NTASKS", "8"), ("STEP_NUM_TASKS", "8"), ("STEP_NUM_NODES", "1"), ("JOB_ID", "7")):
-        monkeypatch.setitem(ENVIRONMENT, f"SLURM_{name}", value)
-    monkeypatch.setitem(ENVIRONMENT, "SLURM_STEP_NODELIST", "n1")
-    done = phalanx(place, "launch", "recipe.yaml", "--local", "--wait", "--run-dir", "run")
-    assert done.returncode == 0, done.stderr
-    assert "finished after step 2" in done.stdout
-    code, out, _ = command.phalanx(place, "logs", "run")
-    assert code == 0 and "finished after step 2" in out
-    code, out, _ = command.phalanx(place, "logs", "run", "--rank", "0")
-    assert code == 0
-    code, out, _ = command.phalanx(place, "status", "run")
-    assert code == 0 and "step 2 of 2, 100%" in out and "finished" in out
 
 
 def test_a_mistake_is_not_tried_again(place: Path) -> None:

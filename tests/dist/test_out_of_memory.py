@@ -15,7 +15,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware, memory_limits
 from phalanx.layout.mesh_axes import MeshAxes
 from tests.dist.command import phalanx, write_place
-from tests.helpers import run_ranks
+from tests.helpers import ALL, run_ranks
 
 MODEL = """
 import torch
@@ -97,6 +97,7 @@ def test_what_does_not_fit_when_it_is_measured_is_never_tried(here: Path) -> Non
     assert len(events(paths, EventKind.MEASURED)) == 1
 
 
+@pytest.mark.skipif(not ALL, reason="make test-all")
 def test_what_fits_is_measured_though_less_is_asked_for(here: Path) -> None:
     code, paths = train(here, "little", 2, "train.micro_batch=1")
     assert code == ExitCode.DONE

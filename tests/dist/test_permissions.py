@@ -11,7 +11,7 @@ from tests.another_user import as_root, begin, open_path
 from tests.dist.command import phalanx, write_place
 
 __all__ = ["open_path"]
-TRAIN = ("train", "recipe.yaml", "--run-dir", "run", "--ranks", "2", "checkpoint.every=1", "report.tensorboard=true")
+TRAIN = ("train", "recipe.yaml", "--run-dir", "run", "checkpoint.every=1")
 
 
 def modes(*folders: Path) -> dict[str, int]:
@@ -27,7 +27,8 @@ def closed(*folders: Path) -> bool:
 def test_a_private_run_writes_for_its_user_alone(tmp_path: Path) -> None:
     write_place(tmp_path)
     run, cache = tmp_path / "run", tmp_path / "cache"
-    assert phalanx(tmp_path, *TRAIN, "storage.private=true")[0] == 0
+    more = ("--ranks", "2", "report.tensorboard=true")
+    assert phalanx(tmp_path, *TRAIN, *more, "storage.private=true")[0] == 0
     assert closed(run, cache)
     assert phalanx(tmp_path, "export", "run", "exported")[0] == 0  # commands that come later keep to it
     assert phalanx(tmp_path, "report", "run")[0] == 0

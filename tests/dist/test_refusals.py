@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,26 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.trainer import run_folder
 from tests.dist.command import contents, phalanx, refused, write_place
 
+RUN = ("train", "recipe.yaml", "--run-dir", "run")
+
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     return write_place(tmp_path)
 
 
-RUN = ("train", "recipe.yaml", "--run-dir", "run")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_place(tmp_path_factory.mktemp("trained"))
+    assert phalanx(folder, *RUN)[0] == 0
+    return folder
+
+
+@pytest.fixture
+def begun(trained: Path, tmp_path: Path) -> Path:
+    """A folder with a run that has begun."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path
 
 
 def test_checkpoints_that_cannot_be_used_are_not_written_over(here: Path) -> None:
@@ -36,32 +50,29 @@ def test_checkpoints_that_cannot_be_used_are_not_written_over(here: Path) -> Non
     assert [step["step"] for step in read_steps(paths.metrics)] == [1, 2]
 
 
-def test_attempts_go_on_counting_when_the_events_are_lost(here: Path) -> None:
-    assert phalanx(here, *RUN)[0] == 0
-    paths = RunPaths(here / "run")
+def test_attempts_go_on_counting_when_the_events_are_lost(begun: Path) -> None:
+    paths = RunPaths(begun / "run")
     paths.events.unlink()
     assert run_folder.next_attempt(paths) == 2
-    assert phalanx(here, *RUN, "train.steps=4")[0] == 0
+    assert phalanx(begun, *RUN, "train.steps=4")[0] == 0
     assert [(step["step"], step["attempt"]) for step in read_steps(paths.metrics)] == [(1, 1), (2, 1), (3, 2), (4, 2)]
 
 
-def test_data_that_has_changed_is_refused(here: Path) -> None:
-    assert phalanx(here, *RUN)[0] == 0
-    source = here / "text.jsonl"
+def test_data_that_has_changed_is_refused(begun: Path) -> None:
+    source = begun / "text.jsonl"
     source.write_text(source.read_text() + json.dumps({"text": "one more document"}) + "\n")
-    before = contents(here / "run")
-    found = refused(here, *RUN, "train.steps=4")
+    before = contents(begun / "run")
+    found = refused(begun, *RUN, "train.steps=4")
     assert re.match(r"the data of the run in run has changed since it began \((train|held_out)", found)
-    assert contents(here / "run") == before
+    assert contents(begun / "run") == before
 
 
-def test_token_files_that_rotted_are_refused(here: Path) -> None:
-    assert phalanx(here, *RUN)[0] == 0
-    (file,) = (here / "cache").glob("*/train/tokens.bin")
+def test_token_files_that_rotted_are_refused(begun: Path) -> None:
+    (file,) = (begun / "cache").glob("*/train/tokens.bin")
     spoiled = bytearray(file.read_bytes())
     spoiled[10] ^= 1
     file.write_bytes(spoiled)
-    found = refused(here, "train", "recipe.yaml", "--run-dir", "other")
+    found = refused(begun, "train", "recipe.yaml", "--run-dir", "other")
     assert "tokens.bin cannot be used: its checksum is" in found
     assert "delete" in found
 

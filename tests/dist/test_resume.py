@@ -33,7 +33,7 @@ def random_step(seed: int) -> int:
     return random.Random(seed).randrange(3, runs.STEPS - 1)
 
 
-@pytest.mark.parametrize(("seed", "victims"), [(2, [0]), (3, [0, 1]), *([(1, [1])] if ALL else [])])
+@pytest.mark.parametrize(("seed", "victims"), some([(2, [0]), (3, [0, 1]), (1, [1])], 0))
 def test_killed_and_started_again_by_the_agent(
     seed: int, victims: list[int], undisturbed: Outcome, tokens: Path, tmp_path: Path
 ) -> None:

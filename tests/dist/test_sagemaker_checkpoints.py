@@ -304,7 +304,7 @@ def whole_call(placement: Placement, folder: str, degree: int, save: bool) -> li
 
 def test_a_whole_model_is_saved_and_loaded_on_other_ranks_in_one_call(tmp_path: Path) -> None:
     saved, rates, _ = run_ranks(whole_call, 4, folder=str(tmp_path / "c"), degree=2, save=True)[0]
-    for world, degree in some([(4, 2), (2, 2), (4, 4), (3, 3)], 1, 2, 3):
+    for world, degree in some([(4, 2), (2, 2), (4, 4), (3, 3)], 1, 3):
         for loaded, their_rates, identity in run_ranks(
             whole_call, world, folder=str(tmp_path / "c"), degree=degree, save=False
         ):

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.dist.scripts import EXAMPLES, example, losses
-from tests.helpers import ALL, ROOT, cover, some
+from tests.helpers import ALL, ROOT, cover, run_ranks, some
+from tests.warm_shell import run_script as run_in_shell
 
 
 @pytest.fixture(scope="module")
@@ -22,29 +23,33 @@ def alone() -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("name", "world"), cover(["plain_fsdp", "hybrid_shard", "activation_offload"], [4, 8]))
+@pytest.mark.parametrize(
+    ("name", "world"), cover(["plain_fsdp", "hybrid_shard", "activation_offload"], [2, 4] + [8] * ALL)
+)
 def test_an_example_walks_the_curve_of_one_rank(name: str, world: int, alone: list[float]) -> None:
     printed = example(name, world)
     assert losses(printed) == pytest.approx(alone, abs=2e-5)
-    if (name, world) == ("hybrid_shard", 8):
-        assert printed.startswith("each of 4 copies on 2 ranks; the same shard: [0, 2, 4, 6]\n")
+    if name == "hybrid_shard":
+        alike = list(range(0, world, 2))
+        assert printed.startswith(f"each of {len(alike)} copies on 2 ranks; the same shard: {alike}\n")
 
 
-def test_delayed_initialisation_begins_alike_on_any_number_of_ranks() -> None:
-    four, eight = (losses(example("delayed_init", world)) for world in (4, 8))
+def test_a_model_begun_by_delayed_initialisation_learns() -> None:
+    four = losses(example("delayed_init", 4))
     assert len(four) == 6
     assert four[-1] < 0.9 * four[0]
-    assert eight == pytest.approx(four, abs=2e-5)
+    if ALL:  # test_sagemaker_keys.py draws weights on different numbers
+        assert losses(example("delayed_init", 8)) == pytest.approx(four, abs=2e-5)
 
 
 @pytest.mark.parametrize("kind", some(["sharded", "local"], 0))
 def test_saved_stopped_and_resumed_is_uninterrupted(kind: str, alone: list[float], tmp_path: Path) -> None:
-    """Also with more copies than before; the whole model then is one that transformers loads."""
+    """With more copies than before; the whole model then is one that transformers loads."""
     folder = str(tmp_path / "saved")
     first = losses(example("checkpoint_and_resume", 2, folder, kind, "3"))
     assert len(first) == 3
-    shutil.copytree(folder, f"{folder}-more")
-    for later, resumed in ((2, folder), (4, f"{folder}-more")):
+    shutil.copytree(folder, f"{folder}-same")
+    for later, resumed in some([(4, folder), (2, f"{folder}-same")], 0):
         rest = losses(example("checkpoint_and_resume", later, resumed, kind))
         assert first + rest == pytest.approx(alone, abs=2e-5)
     from transformers import AutoModelForCausalLM
@@ -60,6 +65,14 @@ def test_saved_stopped_and_resumed_is_uninterrupted(kind: str, alone: list[float
         assert float(model(input_ids=ids, labels=ids).loss) < alone[-1] * 1.05
 
 
+def test_a_command_runs_a_script(alone: list[float], tmp_path: Path) -> None:
+    script = f"phalanx run --nproc 2 {EXAMPLES / 'plain_fsdp.py'}"
+    code, printed = run_ranks(run_in_shell, 1, script=script, folder=str(tmp_path), settings={})[0]
+    assert code == 0, printed
+    assert losses(printed) == pytest.approx(alone, abs=2e-5)
+    assert printed.count("no accelerator found") == (0 if torch.accelerator.is_available() else 1)
+
+
 COMMANDS = {
     "run": ["-m", "phalanx", "run", "--nproc", "2"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "phalanx.compat.sagemaker"],
@@ -67,7 +80,8 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS if ALL else ["run"])
+@pytest.mark.skipif(not ALL, reason="make test-all")
+@pytest.mark.parametrize("name", COMMANDS)
 def test_the_three_commands_run_a_script(name: str, alone: list[float], tmp_path: Path) -> None:
     users = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     done = subprocess.run(

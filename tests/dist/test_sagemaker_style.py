@@ -178,11 +178,12 @@ def started(folder: Path, kind: str, backend: str, how: str, world: int, setting
             ("llama", "smddp", "sharded", 4, '{"hybrid_shard_degree": 2}'),
             ("mixtral", "nccl", "sharded", 2, "{}"),
             ("neox", "smddp", "sharded", 4, '{"tensor_parallel_degree": 2}'),
+            ("neox", "smddp", "sharded", 2, '{"tensor_parallel_degree": 2}'),
             ("mixtral", "smddp", "sharded", 4, '{"expert_parallel_degree": 2}'),
         ],
         0,
-        3,
         4,
+        5,
     ),
 )
 def test_it_trains_saves_and_resumes(

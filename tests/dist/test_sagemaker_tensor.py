@@ -140,7 +140,6 @@ def plain() -> dict[str, Any]:
         1,
         4,
         7,
-        8,
         9,
         11,
     ),
@@ -159,7 +158,7 @@ def test_divided_tensors_train_the_same_model(
 def test_delayed_values_are_those_of_the_whole_model(kind: str) -> None:
     settings = {"random_seed": 3}
     expected = run_ranks(trained, 1, settings=settings, kind=kind, how="delayed")[0]
-    for world in (2, 4) if ALL else (4,):
+    for world in (2, 4) if ALL else (4,) if kind == "llama" else (2,):
         found = run_ranks(trained, world, settings=settings | {"tensor_parallel_degree": 2}, kind=kind, how="delayed")
         same(found[0], expected)
 
@@ -168,8 +167,9 @@ def test_sharded_checkpoints_of_slices_go_on(plain: dict[str, Any], tmp_path: Pa
     folder = str(tmp_path / "c")
     settings = {"tensor_parallel_degree": 2}
     run_ranks(trained, 4, settings=settings, how="save", folder=folder)
-    four, eight = (run_ranks(trained, world, settings=settings, how="load", folder=folder)[0] for world in (4, 8))
-    same(eight, four)
+    more = 8 if ALL else 2
+    four, other = (run_ranks(trained, world, settings=settings, how="load", folder=folder)[0] for world in (4, more))
+    same(other, four)
     assert four[0] != pytest.approx(plain["llama"][0], abs=1e-3), "as from the start"
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["tp0_ep0", "tp1_ep0"]
 
@@ -242,10 +242,9 @@ def test_whole_states_of_model_and_optimizer_are_saved_and_loaded(original: bool
     many = run_ranks(whole_states, 4, tensor=2, folder=str(cut), load=False, **how)
     for each in many:
         assert each == pytest.approx(one, rel=1e-4, abs=2e-3)
-    for world, tensor in ((1, 1), (4, 2)):
-        for folder in (cut, plain):
-            for (after,) in run_ranks(whole_states, world, tensor=tensor, folder=str(folder), load=True, **how):
-                assert after == pytest.approx(one[0], rel=1e-4)
+    for world, tensor, folder in some([(1, 1, cut), (4, 2, plain), (1, 1, plain), (4, 2, cut)], 0, 1):
+        for (after,) in run_ranks(whole_states, world, tensor=tensor, folder=str(folder), load=True, **how):
+            assert after == pytest.approx(one[0], rel=1e-4)
 
 
 def refusal(placement: Placement, what: str) -> str:
@@ -274,5 +273,5 @@ def test_what_cannot_be_divided_or_put_together_is_refused() -> None:
 
 def test_the_example_walks_the_curve_of_one_rank() -> None:
     alone = losses(example("plain_fsdp", 1))
-    for world in (4, 8) if ALL else (4,):
+    for world in (4, 8) if ALL else (2,):
         assert losses(example("tensor_parallel", world)) == pytest.approx(alone, abs=2e-5)

@@ -26,7 +26,7 @@ from phalanx.launch import start_outcomes
 from phalanx.launch.schedulers.registry import SCHEDULERS
 from phalanx.launch.schedulers.scheduler import Job, JobTask, LaunchOptions, QueuePhase, Scheduler, SchedulerNode
 from tests.dist import command
-from tests.helpers import ROOT, run_ranks, some, wait_until
+from tests.helpers import ALL, ROOT, run_ranks, some, wait_until
 
 START = "import sys; from tests.dist.test_scheduler import run_command; run_command(sys.argv[1:])"
 QUEUE = Path(os.environ.get("TOY_QUEUE", "queue"))
@@ -113,27 +113,29 @@ def phalanx(place: Path, *commands: list[str]) -> list[str]:
     return [out for _, out, _ in done]
 
 
+@pytest.mark.skipif(not ALL, reason="make test-all")
 def test_a_new_scheduler_runs_a_job_to_its_end(place: Path) -> None:
     words = ["launch", "recipe.yaml", "--scheduler", "toy", "--run-dir", "run"]
-    toy = ["--scheduler", "toy"]
-    dry, out, log, status, nodes, drained = phalanx(
-        place, [*words, "--dry-run"], [*words, "--wait"], ["logs", "run"], ["status", "run"],
-        ["nodes", *toy, "--json"], ["nodes", "drain", "here", *toy],
-    )  # fmt: skip
-    assert "exec " in dry
+    out, log, status = phalanx(place, [*words, "--wait"], ["logs", "run"], ["status", "run"])
     assert out.startswith("run is job 1 of Toy\n") and "job 1 is GOING on here" in out
     assert json.loads((place / "run/launch/launched.json").read_text())["scheduler"] == "toy"
     assert "finished after step 2" in log
     assert "1 of Toy, ENDED on here" in status
-    assert [row["node"] for row in json.loads(nodes)] == ["here"]
-    assert drained == "Toy has node here as: asleep\n"
 
 
 @pytest.mark.parametrize("now", some([False, True], 0))
 def test_a_job_of_a_new_scheduler_is_watched_and_cancelled(place: Path, now: bool) -> None:
     paths = RunPaths(place / "run")
     slow = command.write_slow_callback(place)
-    phalanx(place, ["launch", "recipe.yaml", "train.steps=100000", slow, "--scheduler", "toy", "--run-dir", "run"])
+    toy = ["--scheduler", "toy"]
+    words = ["launch", "recipe.yaml", "train.steps=100000", slow, *toy, "--run-dir", "run"]
+    dry, out, nodes, drained = phalanx(
+        place, [*words, "--dry-run"], words, ["nodes", *toy, "--json"], ["nodes", "drain", "here", *toy]
+    )
+    assert "exec " in dry
+    assert out.startswith("run is job 1 of Toy; ")
+    assert [row["node"] for row in json.loads(nodes)] == ["here"]
+    assert drained == "Toy has node here as: asleep\n"
     try:
         wait_until(lambda: int((read_last_line(paths.metrics) or {"step": 0})["step"]) > 2, timeout_s=180)
         status, said = phalanx(place, ["status", "run", "--json"], ["cancel", "run", *(["--now"] if now else [])])
@@ -147,7 +149,9 @@ def test_a_job_of_a_new_scheduler_is_watched_and_cancelled(place: Path, now: boo
         wait_until(lambda: (place / "queue" / "1.over").exists(), timeout_s=180)
         if not now:
             assert start_outcomes.read_start_outcomes(paths)[-1].code == ExitCode.STOPPED
-            assert "stopped" in phalanx(place, ["logs", "run"])[0]
+            log, status = phalanx(place, ["logs", "run"], ["status", "run"])
+            assert "stopped" in log
+            assert "1 of Toy, ENDED on here" in status
     finally:
         if not (place / "queue" / "1.over").exists():
             os.killpg(int((place / "queue" / "1").read_text()), signal.SIGKILL)

@@ -88,6 +88,7 @@ def seven(placement: Placement) -> list[float]:
     return found
 
 
+@pytest.mark.skipif(not ALL, reason="make test-all")
 def test_seven_ranks_walk_as_one_does() -> None:
     for found in run_ranks(seven, 7):
         assert max(found) < 1e-9, found

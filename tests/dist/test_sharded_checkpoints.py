@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import some
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, distance, farthest, walk
 
@@ -30,12 +31,13 @@ def test_saved_by_uneven_ranks_and_taken_on_by_any(tokens: Path, tmp_path: Path)
     wanted = {steps: walk(1, tmp_path / f"alone-{steps}", tokens, train__steps=steps, **QUIET) for steps in (4, 6)}
     first = walk(4, tmp_path / "first", tokens, train__steps=2, **QUIET, **UNEVEN)
     assert len(first.losses) == 2
-    for name, (ranks, changes) in OTHERS.items():
+    for name in some(OTHERS, 1, 3):
+        ranks, changes = OTHERS[name]
         shutil.copytree(tmp_path / "first", tmp_path / name)
         found = walk(ranks, tmp_path / name, tokens, train__steps=4, **QUIET, **changes)
         assert [event["step"] for event in runs.events(tmp_path / name, "resumed")] == [2]
         assert apart(found, wanted[4]) < 1e-9, name
-    for name in ("released", "fsdp2"):
+    for name in some(("released", "fsdp2"), 0):
         back = walk(4, tmp_path / name, tokens, train__steps=6, **QUIET, **UNEVEN)
         assert [event["step"] for event in runs.events(tmp_path / name, "resumed")] == [2, 4]
         assert apart(back, wanted[6]) < 1e-9, name

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import itertools
 import re
 import threading
 import time
@@ -20,7 +19,7 @@ from phalanx.engine.sharding_spec import ShardingSpec
 from phalanx.engine.zero1_2 import KeptParameters
 from phalanx.layout.memory_model import IN_FLIGHT, PREFETCH
 from tests.dist.engine_cases import WIDTH, Driven, Mix, Net, batches, mix
-from tests.helpers import run_ranks
+from tests.helpers import cover, run_ranks
 
 PATIENCE_S = 3.0
 CLIP = 2.0
@@ -589,7 +588,7 @@ def done_again(placement: Placement) -> list[float]:
     try:
         with join(placement, 20) as mesh:
             found = []
-            for degree, units in itertools.product((1, 2), (1, 5)):
+            for degree, units in cover((1, 2), (1, 5)):
                 again.clear()
                 torch.manual_seed(0)
                 model = Net([Mix([[], [28, 16], [26, 5]]) for _ in range(units)], False)

@@ -22,7 +22,7 @@ from phalanx.planner.layer_exchanges import expert_bytes
 from phalanx.planner.layout_choice import LayoutChoice
 from phalanx.planner.work import StepWork, find_ffn_widths
 from tests.dist.tensor_cases import taken
-from tests.helpers import run_ranks, some
+from tests.helpers import cover, run_ranks, some
 
 ROWS, LENGTH = 3, 8
 _BASE = ModelSpec(
@@ -73,27 +73,25 @@ def compare(placement: Placement, counts: dict[str, list[int]], expert: int) -> 
     """By kind of model and whether sequences are cut: the greatest difference from one process, and the loads."""
     found: dict[str, list[Any]] = {}
     with join(placement, 60, axes=MeshAxes(tensor=placement.world // expert, expert=expert)) as mesh:
-        for kind, spec in KINDS.items():
+        for kind, sequence in cover(KINDS, (expert > 1, expert == 1)):
+            spec, length = KINDS[kind], LENGTH if sequence else LENGTH - 1
             assert spec.moe is not None
-            for sequence, length in ((False, LENGTH - 1), (True, LENGTH)):
-                whole, mine = make_model(spec), make_model(spec)
-                wanted = run_model(whole, length)
-                axis = mesh.expert or mesh.tensor
-                assert axis is not None and mine.load is not None and whole.load is not None
-                divided = ExpertParallel(axis, mesh.traffic, counts[str(spec.moe.experts)])
-                held = apply_expert_parallel(mine, divided)
-                held |= apply_tensor_parallel(mine, make_tensor_context(mesh, spec.kv_heads, sequence))
-                got = run_model(mine, length)
-                assert got.keys() == wanted.keys()
-                # With several copies, which have the same rows here, experts have as many gradients.
-                apart = max(
-                    float(
-                        (got[name] - (expert if ".experts." in name else 1) * taken(each, held.get(name))).abs().max()
-                    )
-                    for name, each in wanted.items()
-                    if got[name].numel()
-                )
-                found[f"{kind}, {sequence=}"] = [apart, mine.load.counts.tolist(), whole.load.counts.tolist()]
+            whole, mine = make_model(spec), make_model(spec)
+            wanted = run_model(whole, length)
+            axis = mesh.expert or mesh.tensor
+            assert axis is not None and mine.load is not None and whole.load is not None
+            divided = ExpertParallel(axis, mesh.traffic, counts[str(spec.moe.experts)])
+            held = apply_expert_parallel(mine, divided)
+            held |= apply_tensor_parallel(mine, make_tensor_context(mesh, spec.kv_heads, sequence))
+            got = run_model(mine, length)
+            assert got.keys() == wanted.keys()
+            # With several copies, which have the same rows here, experts have as many gradients.
+            apart = max(
+                float((got[name] - (expert if ".experts." in name else 1) * taken(each, held.get(name))).abs().max())
+                for name, each in wanted.items()
+                if got[name].numel()
+            )
+            found[f"{kind}, {sequence=}"] = [apart, mine.load.counts.tolist(), whole.load.counts.tolist()]
     return found
 
 

@@ -30,7 +30,7 @@ def without(placement: Placement, folder: str, arguments: list[str], place: str)
 
 def train(folder: Path, place: str, *overrides: str) -> list[Any]:
     write_place(folder)
-    arguments = ["train", "recipe.yaml", "--run-dir", "run", "--ranks", "2", *overrides]
+    arguments = ["train", "recipe.yaml", "--run-dir", "run", "--ranks", "1", *overrides]
     found: list[Any] = run_ranks(without, 1, folder=str(folder), arguments=arguments, place=place)[0]
     return found
 
