@@ -24,7 +24,7 @@ from phalanx.workload.workload import read_model_shape
 from tests.helpers import run_ranks, some
 
 LARGE = {
-    "layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "intermediate": 28672, "vocab_size": 32000,
+    "layers": 20, "hidden": 16384, "heads": 128, "kv_heads": 16, "intermediate": 57344, "vocab_size": 32000,
     "max_seq_len": 4096,
 }  # fmt: skip
 SMALL = {"layers": 6, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "vocab_size": 61}

@@ -265,15 +265,17 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tied head": (4, {"pipeline": 2, "schedule": "1f1b"}, TIED),
     "tied head, four stages": (4, {"pipeline": 4, "schedule": "1f1b", "zero": 2}, TIED),
     "tied head on the rank of the embedding": (2, {"pipeline": 2, "schedule": "zero_bubble"}, TIED),
-    "tied head, two stages each": (2, {"pipeline": 2, "schedule": "interleaved"}, TIED),
-    "unequal stages": (2, {"pipeline": 2, "schedule": "1f1b", "numbers": [3, 1]}, {}),
-    "documents in rows": (2, {"pipeline": 2, "schedule": "interleaved", "packed": True}, {}),
-    "activations computed again": (2, {"pipeline": 2, "schedule": "1f1b", "recompute": True}, {}),
-}
+    "tied head, two stages each, documents in rows": (
+        2, {"pipeline": 2, "schedule": "interleaved", "packed": True}, TIED,
+    ),
+    "unequal stages, activations computed again": (
+        2, {"pipeline": 2, "schedule": "1f1b", "numbers": [3, 1], "recompute": True}, {},
+    ),
+}  # fmt: skip
 
 
 # Two stages and half backward passes alone, and other tied heads: in others and below, too.
-@pytest.mark.parametrize("case", some(CASES, 1, 2, 4, 5, 9, 10, 11, 12))
+@pytest.mark.parametrize("case", some(CASES, 1, 2, 4, 5, 9, 10))
 def test_walks_as_one_process_does(case: str) -> None:
     ranks, how, spec = CASES[case]
     found = run(ranks, STEPS, spec, **how)

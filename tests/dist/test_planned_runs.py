@@ -19,7 +19,7 @@ from tests.dist import command
 from tests.dist.command import call
 from tests.helpers import run_ranks
 
-WORDS = ["recipe.yaml", "train.steps=21", "checkpoint.every=12", "--ranks", "2"]
+WORDS = ["recipe.yaml", "train.steps=21", "checkpoint.every=12", "balance.batch=even", "--ranks", "2"]
 OPEN = ["train.micro_batch=auto", "parallel.layout=auto"]
 
 

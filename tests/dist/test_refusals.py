@@ -67,12 +67,13 @@ def test_data_that_has_changed_is_refused(begun: Path) -> None:
     assert contents(begun / "run") == before
 
 
-def test_token_files_that_rotted_are_refused(begun: Path) -> None:
-    (file,) = (begun / "cache").glob("*/train/tokens.bin")
+def test_token_files_that_rotted_are_refused(here: Path) -> None:
+    assert phalanx(here, *RUN)[0] == 0
+    (file,) = (here / "cache").glob("*/train/tokens.bin")
     spoiled = bytearray(file.read_bytes())
     spoiled[10] ^= 1
     file.write_bytes(spoiled)
-    found = refused(begun, "train", "recipe.yaml", "--run-dir", "other")
+    found = refused(here, "train", "recipe.yaml", "--run-dir", "other")
     assert "tokens.bin cannot be used: its checksum is" in found
     assert "delete" in found
 

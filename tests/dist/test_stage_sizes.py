@@ -13,7 +13,7 @@ from phalanx.workload.engines import agree_on_sharding, make_sharding_spec
 from tests.helpers import run_ranks
 from tests.numerics import runs
 
-CHANGES = {"model.layers": 6, "train.micro_batch": 1, "train.steps": 2, "parallel.pipeline": 2, "model.vocab_size": 61}
+CHANGES = {"model.layers": 6, "train.micro_batch": 1, "train.steps": 1, "parallel.pipeline": 2, "model.vocab_size": 61}
 
 
 def on_unlike(placement: Placement, run: str, data: str, changes: dict[str, object], slow: list[float]) -> list[int]:
@@ -54,7 +54,7 @@ def test_the_slower_half_gets_fewer_blocks_and_keeps_them(tmp_path: Path) -> Non
     assert run_ranks(on_unlike, 2, timeout_s=180, **where, changes=CHANGES, slow=[1.0, 3.0]) == [[5, 1]] * 2
     assert stages_of(tmp_path / "run") == [[5, 1]]
     # What a neighbour does to the second measurement is of no account.
-    longer = CHANGES | {"train.steps": 4}
+    longer = CHANGES | {"train.steps": 2}
     assert run_ranks(on_unlike, 2, timeout_s=180, **where, changes=longer, slow=[3.0, 1.0]) == [[5, 1]] * 2
     assert stages_of(tmp_path / "run") == [[5, 1]]
 
@@ -67,7 +67,7 @@ def test_devices_that_are_nearly_alike_are_taken_for_alike(tmp_path: Path) -> No
     assert run_ranks(on_unlike, 2, timeout_s=180, **where, changes=CHANGES, slow=[1.0, 1.2]) == [[3, 3]] * 2
     assert stages_of(tmp_path / "run") == [[3, 3]]
     # They stay so, whatever a neighbour does to the next measurement: another cut adds up in another order.
-    longer = CHANGES | {"train.steps": 4}
+    longer = CHANGES | {"train.steps": 2}
     assert run_ranks(on_unlike, 2, timeout_s=180, **where, changes=longer, slow=[1.0, 3.0]) == [[3, 3]] * 2
     assert stages_of(tmp_path / "run") == [[3, 3]]
 
@@ -79,7 +79,7 @@ def test_a_longer_pipeline_of_the_same_ranks_is_measured_anew(tmp_path: Path) ->
     where = {"run": str(tmp_path / "run"), "data": str(data)}
     slow = [1.0, 1.0, 3.0, 3.0]
     assert len({tuple(cut) for cut in run_ranks(on_unlike, 4, timeout_s=180, **where, changes=CHANGES, slow=slow)}) == 1
-    longer = CHANGES | {"train.steps": 4, "parallel.pipeline": 4}
+    longer = CHANGES | {"train.steps": 2, "parallel.pipeline": 4}
     assert [len(cut) for cut in run_ranks(on_unlike, 4, timeout_s=180, **where, changes=longer, slow=slow)] == [4] * 4
     assert [len(stages) for stages in stages_of(tmp_path / "run")] == [2, 4]
 
