@@ -50,7 +50,7 @@ def test_killed_and_started_again_by_the_agent(
     assert_bitwise(runs.outcome(tmp_path), undisturbed)
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, "bf16"), (1, "fp32"), *([(1, "bf16")] if ALL else [])])
+@pytest.mark.parametrize(("ranks", "dtype"), some([(2, "bf16"), (1, "fp32"), (1, "bf16")], 0))
 def test_killed_with_other_engines_and_types(ranks: int, dtype: str, tokens: Path, tmp_path: Path) -> None:
     changes = {"train.dtype": dtype, "train.micro_batch": 3, "model.tie_embeddings": True, "train.steps": 6}
     quiet = walk(ranks, tmp_path / "quiet", tokens, **{key.replace(".", "__"): value for key, value in changes.items()})
@@ -126,7 +126,7 @@ def copy_through(placement: Placement, run: str, data: str, copy: str) -> int:
         return int(train_rank.run_steps(loop, step))
 
 
-@pytest.mark.parametrize("before", some([1, 2, 3, 5], 0, 2))
+@pytest.mark.parametrize("before", some([1, 2, 3, 5], 2))
 def test_saved_on_any_number_of_ranks_loads_on_any(before: int, tokens: Path, tmp_path: Path) -> None:
     first: dict[str, Any] = {"train__steps": 3, "train__eval_sequences": 0}
     written = walk(before, tmp_path / "first", tokens, **first)
@@ -144,12 +144,12 @@ def test_saved_on_any_number_of_ranks_loads_on_any(before: int, tokens: Path, tm
 
 
 def test_no_steps_write_a_checkpoint_of_the_starting_weights(tokens: Path, tmp_path: Path) -> None:
-    found = walk(2, tmp_path, tokens, train__steps=0)
+    found = walk(1, tmp_path, tokens, train__steps=0)
     assert found.losses == []
     assert found.evaluations == {}
     assert [event["step"] for event in runs.events(tmp_path, EventKind.CHECKPOINT_SAVED)] == [0]
     assert not any(tensor.any() for name, tensor in found.state.items() if name.startswith("exp_avg"))
     assert all(tensor.any() for name, tensor in found.state.items() if name.startswith("param"))
-    more = walk(2, tmp_path, tokens, train__steps=3)  # and training goes on from it
+    more = walk(1, tmp_path, tokens, train__steps=3)  # and training goes on from it
     assert [event["step"] for event in runs.events(tmp_path, EventKind.RESUMED)] == [0]
-    assert more.losses == walk(2, tmp_path / "fresh", tokens, train__steps=3).losses
+    assert more.losses == walk(1, tmp_path / "fresh", tokens, train__steps=3).losses

@@ -120,7 +120,6 @@ def loop(placement: Placement, **asked: Any) -> tuple[list[list[float]], list[fl
     ("ranks", "asked"),
     [
         (1, {}),
-        (2, {"zero": 2, "weights": [1, 3]}),
         (3, {"zero": 1, "weights": [2, 1, 0], "slots": 2}),
         (4, {"zero": 2, "weights": [1, 2], "shard_degree": 2}),
         (3, {"zero": 3, "weights": [1, 2, 1], "units": ["blocks.0", "blocks.1", "blocks.2", "last"]}),

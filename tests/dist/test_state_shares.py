@@ -181,14 +181,14 @@ def test_what_was_found_is_taken_again_as_long_as_it_fits(tokens: Path, tmp_path
 
 def unlike(placement: Placement, run: str, data: str, zeros: list[int]) -> int:
     """A run of ranks that have each resolved parallel.zero for their own memory."""
-    described = runs.job(run, data, {"parallel.zero": zeros[placement.rank]}, placement.world)
+    described = runs.job(run, data, {"parallel.zero": zeros[placement.rank], "train.steps": 3}, placement.world)
     return int(train_rank.run_training(described, runs.on_one_thread(placement)))
 
 
 def test_ranks_that_were_resolved_apart_do_what_shards_most(tokens: Path, tmp_path: Path) -> None:
     arguments = {"run": str(tmp_path / "unlike"), "data": str(tokens), "zeros": [1, 3]}
     assert run_ranks(unlike, 2, timeout_s=240, **arguments) == [0, 0]
-    three = walk(2, tmp_path / "three", tokens, parallel__zero=3)
+    three = walk(2, tmp_path / "three", tokens, parallel__zero=3, train__steps=3)
     assert outcome(tmp_path / "unlike").losses == three.losses
 
 

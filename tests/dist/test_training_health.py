@@ -168,7 +168,7 @@ def test_training_stops_where_going_on_is_no_use(
     "changes", some([{"train.dtype": "bf16"}, {"parallel.zero": 2}, {}, {"parallel.tensor": 1}], 1)
 )
 def test_a_bit_that_flips_is_found_and_repaired(changes: dict[str, Any], tokens: Path, tmp_path: Path) -> None:
-    keys = {"train.steps": 8, "resilience.checksum_every": 2} | changes
+    keys = {"train.steps": 6, "resilience.checksum_every": 2} | changes
     kwargs = {"data": str(tokens), "changes": keys}
     planned = ["bit-flip:rank=2,step=4,parameter=embed.weight,element=5,bit=13"]
     assert run_ranks(train, 3, timeout_s=180, run=str(tmp_path / "flip"), planned=planned, **kwargs) == ["0"] * 3
@@ -186,7 +186,7 @@ def test_a_bit_that_flips_is_found_and_repaired(changes: dict[str, Any], tokens:
 
 def test_of_two_ranks_that_differ_none_is_believed(tokens: Path, tmp_path: Path) -> None:
     """They go back to the checkpoint before the last comparison that was well, and do the same steps again."""
-    keys = {"train__steps": 12, "resilience__checksum_every": 3}
+    keys = {"train__steps": 10, "resilience__checksum_every": 3}
     assert walk(tmp_path / "flip", tokens, "bit-flip:rank=1,step=9,parameter=embed.weight", **keys) == ["0", "0"]
     [found] = runs.events(tmp_path / "flip", EventKind.CORRUPTED)
     assert [(row["rank"], row["certain"]) for row in found["devices"]] == [(0, False), (1, False)]
@@ -199,7 +199,7 @@ def test_of_two_ranks_that_differ_none_is_believed(tokens: Path, tmp_path: Path)
 
 def test_a_bit_that_flips_in_a_shard_is_found_where_another_rank_has_the_same(tokens: Path, tmp_path: Path) -> None:
     layout = {"parallel.zero": 3, "parallel.shard_degree": 2}
-    changes = {"train.steps": 9, "resilience.checksum_every": 3, "checkpoint.every": 2} | layout
+    changes = {"train.steps": 7, "resilience.checksum_every": 3, "checkpoint.every": 2} | layout
     kwargs: dict[str, Any] = {"data": str(tokens), "changes": changes}
     planned = ["bit-flip:rank=2,step=6,parameter=embed.weight"]
     assert run_ranks(train, 4, timeout_s=180, run=str(tmp_path / "flip"), planned=planned, **kwargs) == ["0"] * 4
