@@ -17,6 +17,7 @@ from phalanx.models.attention import Alibi, ScoreDropout, alibi_slopes, attentio
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.llama import Llama, init_slice
 from phalanx.parallel import activations
+from tests.helpers import some
 
 ROWS, LENGTH = 3, 300
 # Of all kinds: whole rows, equal neighbours, single tokens, empty ones, and the padding at the end.
