@@ -56,7 +56,7 @@ def call(
     if block_s is not None:
         from phalanx.autotune import link_speed, measure
 
-        measure.BLOCK_S, measure.BLOCKS, link_speed.LINK_BYTES = block_s, 2, 2**14
+        measure.BLOCK_S, measure.BLOCKS, link_speed.LINK_BYTES = block_s, 3, 2**14
     results = []
     for arguments in commands:
         sys.argv = ["phalanx", *arguments]
