@@ -149,6 +149,7 @@ class _SimulatedJob:
         self.work_s = 0.0  # that the state holds, in seconds of all nodes
         self.most_s = 0.0  # the most ever reached: below this, steps are replayed
         self.since_s = 0.0  # of work since the last checkpoint
+        self.saved = 0  # step of the last checkpoint, which the supervisor is told with its next event
         self.newest = 0  # commit that an ended attempt had
         self.base = 0  # a step that other nodes have, whatever its number: an attempt began after the newest with it
         self.lost: set[int] = set()  # lost nodes that are not noticed yet
@@ -185,9 +186,8 @@ class _SimulatedJob:
         """As a part of that of all nodes: fewer do less; one that is slow holds up all, or only does less itself."""
         seats, scenario = self.state.seats, self.scenario
         slow = sum(node in self.slowed for node in seats) if self.slowed else 0
-        alike = len(seats) / scenario.nodes
         share = slow / len(seats) if scenario.stragglers.shared else float(slow > 0)
-        return alike * (1 - share * (1 - scenario.stragglers.speed))
+        return len(seats) / scenario.nodes * (1 - share * (1 - scenario.stragglers.speed))
 
     def work_rates(self) -> tuple[float, float]:
         """(work, commits) in a second of the clock; a commit takes as long with fewer nodes."""
@@ -274,7 +274,7 @@ class _SimulatedJob:
 
     def finish_checkpoint(self) -> None:
         self.since_s = 0.0
-        self.decide_on(supervisor_state.StepsCommitted(self.now, _whole(self.work_s / self.scenario.step_s)))
+        self.saved = _whole(self.work_s / self.scenario.step_s)
 
     def fail(self, node: int, hard: bool, detect_s: float) -> None:
         """A failure: ranks make no progress, but the agents have yet to notice."""
@@ -288,14 +288,13 @@ class _SimulatedJob:
         self.after(detect_s, "noticed", (node, hard, self.state.attempt))
 
     def notice_failure(self, node: int, hard: bool, attempt: int) -> None:
+        self.keep_memory()
         if hard:
             self.slowed.pop(node, None)
-            self.keep_memory()
             self.lost.discard(node)
             self.decide_on(supervisor_state.NodeLost(self.now, node, "it is gone"))
         else:
             cause = supervisor_state.FailureCause(0, int(ExitCode.FAILED), f"a rank of node {node} was killed")
-            self.keep_memory()
             self.decide_on(supervisor_state.RanksEnded(self.now, node, attempt, int(ExitCode.FAILED), cause))
         self.all_end(ExitCode.FAILED)
 
@@ -338,6 +337,8 @@ class _SimulatedJob:
 
     def decide_on(self, event: supervisor_state.SupervisorEvent) -> None:
         """Have the supervisor decide, and carry it out."""
+        if self.saved > self.state.committed:
+            self.state, _ = decide(self.state, supervisor_state.StepsCommitted(self.now, self.saved))
         self.state, actions = decide(self.state, event)
         for action in actions:
             match action:
@@ -375,7 +376,7 @@ class _SimulatedJob:
         """Nodes report ready for a division: one node, or all together."""
         if node is None:
             *others, last = self.state.nodes
-            ready = tuple(replace(each, ready=division) for each in others)
+            ready = tuple(each if each.ready == division else replace(each, ready=division) for each in others)
             self.state = replace(self.state, nodes=(*ready, last))
             node = last.node
         self.decide_on(supervisor_state.NodeReady(self.now, node, division))

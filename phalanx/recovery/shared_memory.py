@@ -109,9 +109,11 @@ def _own(place: Path) -> Iterator[Path]:
 def _read_owner(folder: Path) -> str:
     """The run and node that a folder names as its owner; empty without one."""
     try:
-        descriptor = os.open(folder / RUN, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(descriptor, encoding="ascii", errors="replace") as file:
-            return file.read(64)
+        descriptor = os.open(f"{folder}/{RUN}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, 64).decode("ascii", errors="replace")
+        finally:
+            os.close(descriptor)
     except OSError:
         return ""
 
@@ -212,9 +214,10 @@ def hold_orphaned_folders(
 ) -> Generator[tuple[int, Path], None, None]:
     """Hold the unheld folders that the same run used on this machine under other node numbers; yields them with these
     numbers. Each is held while it is inspected."""
+    run = compute_run_key(paths)
     for folder in _own(place):
         key, _, number = _read_owner(folder).rpartition("-")
-        if key != compute_run_key(paths) or not number.isdecimal() or int(number) == node:
+        if key != run or not number.isdecimal() or int(number) == node:
             continue
         descriptor = _try_lock(folder)
         if descriptor is not None:
@@ -232,13 +235,16 @@ def remove_stale_folders(
     """Remove the folders of this user's runs that no process has held for `old_s` seconds; returns them. Folders of the
     run `but`, of any node, are kept: it resumes from them."""
     swept = []
+    key = None if but is None else compute_run_key(but)
     for folder in (folder for place in places for folder in _own(place)):
         try:
+            if time.time() - os.lstat(f"{folder}/{LOCK}").st_mtime <= old_s:
+                continue
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # not a run's folder, or removed meanwhile
             continue
         try:
-            ours = but is not None and _read_owner(folder).rpartition("-")[0] == compute_run_key(but)
+            ours = key is not None and _read_owner(folder).rpartition("-")[0] == key
             old = time.time() - os.fstat(descriptor).st_mtime > old_s
             if old and not ours and _lock(descriptor):
                 _remove(folder)

@@ -32,11 +32,13 @@ def call(
     free_bytes: int | None = None,
     room_bytes: int | None = None,
     environment: dict[str, str | None] | None = None,
+    block_s: float | None = None,
 ) -> list[Any]:
     """[exit code, output, errors] of each command line, with `folder` as the working folder.
 
     `free_bytes`: what the device is said to have free. `room_bytes`: how much more memory this process can really map.
-    `environment`: variables that are another, or None and not there.
+    `environment`: variables that are another, or None and not there. `block_s`: for how long a device is measured at a
+    time, and with that little of all else.
     """
     from phalanx.cli import root
     from phalanx.system import accelerator
@@ -51,6 +53,10 @@ def call(
         resource.setrlimit(resource.RLIMIT_AS, (mapped + room_bytes, mapped + room_bytes))
     if free_bytes is not None:
         accelerator.memory_free = lambda device, local_world: free_bytes
+    if block_s is not None:
+        from phalanx.autotune import link_speed, measure
+
+        measure.BLOCK_S, measure.BLOCKS, link_speed.LINK_BYTES = block_s, 3, 2**14
     results = []
     for arguments in commands:
         sys.argv = ["phalanx", *arguments]

@@ -26,7 +26,7 @@ from phalanx.comm.backend import Options, read_counters
 from phalanx.core.placement import Placement, StoreAddress
 from phalanx.system import accelerator
 from phalanx.system.fork import fork
-from tests.helpers import ROOT, free_port, process_group, run_ranks
+from tests.helpers import ALL, ROOT, free_port, process_group, run_ranks
 
 FAR_S = 60  # the groups' timeout: what raises much earlier did not wait for it
 
@@ -103,7 +103,7 @@ def compared(placement: Placement, hosts: str) -> int:
     with joined(placement, hosts):
         gloo, ours_group = dist.new_group(backend="gloo"), dist.new_group()
         count = 0
-        for seed in range(6):
+        for seed in range(6 if ALL else 3):
             theirs = everything(placement, gloo, seed)
             ours = everything(placement, ours_group, seed)
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
@@ -113,7 +113,7 @@ def compared(placement: Placement, hosts: str) -> int:
 
 @pytest.mark.parametrize("hosts", ["aba", "aabb"])
 def test_every_collective_agrees_with_gloo(hosts: str) -> None:
-    assert min(run_ranks(compared, len(hosts), hosts=hosts)) > 150
+    assert min(run_ranks(compared, len(hosts), hosts=hosts)) > (150 if ALL else 70)
 
 
 def more(placement: Placement) -> None:
@@ -336,26 +336,33 @@ def test_who_waits_in_an_accelerators_own_group_is_let_go() -> None:
     assert max(run_ranks(waiting_on_a_device, 3)) < 2.0
 
 
-def test_a_script_of_anyone(tmp_path: Path) -> None:
+SCRIPT = """
+import phalanx.comm, torch, torch.distributed as dist
+dist.init_process_group(backend='cpu:phalanx')
+ranks = torch.tensor([float(dist.get_rank())])
+dist.all_reduce(ranks)
+print(ranks.item(), dist.get_backend())
+"""
+
+
+def beside_a_script(placement: Placement, port: int) -> list[Any]:
+    """The script on two ranks: in a fresh Python, of which its exit code and output are returned, and here."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    fresh = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", SCRIPT], env=os.environ | common | {"RANK": "1"}, cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    os.environ |= common | {"RANK": "0"}
+    names: dict[str, Any] = {}
+    exec(SCRIPT, names)  # noqa: S102
+    said, errors = fresh.communicate(timeout=100)
+    return [fresh.returncode, said, errors, names["ranks"].item()]
+
+
+def test_a_script_of_anyone() -> None:
     """As a user writes it: torch's own environment variables, no word of hosts, nothing destroyed at the end."""
-    script = (
-        "import phalanx.comm, torch, torch.distributed as dist\n"
-        "dist.init_process_group(backend='cpu:phalanx')\n"
-        "ranks = torch.tensor([float(dist.get_rank())])\n"
-        "dist.all_reduce(ranks)\n"
-        "print(ranks.item(), dist.get_backend())\n"
-    )
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", script], env=common | {"RANK": str(rank)}, cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    for rank in ranks:
-        said, errors = rank.communicate(timeout=240)
-        assert (rank.returncode, said) == (0, "1.0 cpu:phalanx\n"), errors
+    [[code, said, errors, here]] = run_ranks(beside_a_script, 1, port=free_port())
+    assert (code, said, here) == (0, "1.0 cpu:phalanx\n", 1.0), errors
 
 
 def on_a_future(placement: Placement) -> list[float]:

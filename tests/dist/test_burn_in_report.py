@@ -117,6 +117,8 @@ def test_two_ranks_are_tested_and_a_wrong_bit_is_found(tmp_path: Path) -> None:
 def _tested(placement: Placement, folder: str) -> None:
     from phalanx.health import burn_in
 
+    burn_in.CHUNK_BYTES = burn_in.COPY_BYTES = 2**24
+
     def flip(product: Any, number: int) -> None:
         """One bit of one number, on rank 1, in one product."""
         if placement.rank == 1 and number == 1:

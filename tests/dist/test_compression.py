@@ -23,7 +23,8 @@ from phalanx.layout.buckets import Bucket, ParameterSpec, check_whole_rows
 from tests.dist.engine_cases import BETAS, DECAY, EPS, NOMINAL, Batch, Driven, Mix, Net, batches, rate
 from tests.helpers import ALL, process_group, run_ranks, some
 
-HOSTS = ["a", "aaa", "abc", "aabb", "abab", "aab", "abbcb"]
+HOSTS = ["a", "aaa", "abc", "abab", "abbcb", "aabb", "aab"]
+STEPS = 4 if ALL else 2
 
 
 def rounded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
@@ -95,7 +96,7 @@ def exchange(placement: Placement, hosts: str) -> list[list[int]]:
     return sent
 
 
-@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize("hosts", some(HOSTS, 0, 1, 2, 3, 4))
 def test_what_is_rounded_is_rounded_once(hosts: str) -> None:
     sent = run_ranks(exchange, len(hosts), hosts=hosts)
     for host in set(hosts):
@@ -203,7 +204,7 @@ def beside_its_twin(placement: Placement, hosts: str, cases: list[dict[str, Any]
             driven = Driven(mesh, model, model.units(), sharding)
             twin = Rounding(driven.twin.model, CODECS[sharding.compress], hosts, sharding)
             twin.write(driven.engine.buckets)
-            for number in range(1, 5):
+            for number in range(1, STEPS + 1):
                 driven.step(number, batches(number, mesh.rank, 2))
                 if mesh.rank == 0:  # the twin knows all ranks' data, and takes longer than the engine
                     everyones = [batches(number, rank, 2) for rank in range(mesh.world)]
@@ -224,18 +225,18 @@ def beside_its_twin(placement: Placement, hosts: str, cases: list[dict[str, Any]
 CASES: list[dict[str, Any]] = [
     {"zero": zero, "reduce": reduce, "weights": weights, "slots": slots, "compress": compress}
     for zero, reduce, weights, slots, compress in [
-        (1, "per_step", None, 1, "int8"),
         (1, "per_step", (3.0, 1.0, 0.0, 2.0), 2, "int8"),
         (2, "per_micro_batch", (3.0, 1.0, 0.0, 2.0), 1, "int8"),
         (2, "per_step", None, 2, "bf16"),
         (3, "per_micro_batch", (1.0, 0.0, 1.0, 4.0), 1, "int8"),
+        (1, "per_step", None, 1, "int8"),
     ]
 ]
 
 
 @pytest.mark.parametrize("hosts", some(["aabb", "abcd", "abab", "aaaa"], 0))
 def test_the_engine_is_adamw_that_rounds(hosts: str) -> None:
-    for found in run_ranks(beside_its_twin, 4, hosts=hosts, cases=CASES):
+    for found in run_ranks(beside_its_twin, 4, hosts=hosts, cases=some(CASES, 0, 1, 2, 3)):
         assert max(itertools.chain(*found)) < 1e-9, found
 
 
@@ -243,7 +244,7 @@ def test_the_engine_is_adamw_that_rounds(hosts: str) -> None:
 def test_copies_add_up_what_is_rounded(hosts: str) -> None:
     cases = [
         {"zero": zero, "reduce": "per_step", "weights": weights, "degree": 2, "compress": "int8"}
-        for zero, weights in [(1, None), (2, (2.0, 1.0)), (3, None)]
+        for zero, weights in some([(2, (2.0, 1.0)), (3, None), (1, None)], 0, 1)
     ]
     for found in run_ranks(beside_its_twin, 4, hosts=hosts, cases=cases):
         assert max(itertools.chain(*found)) < 1e-9, found
@@ -260,7 +261,7 @@ def shared_out(placement: Placement, hosts: str) -> list[list[float]]:
             driven = Driven(
                 mesh, model, model.units(), ShardingSpec(2, weights=weights, degree=degree, compress="int8")
             )
-            for number in range(1, 5):
+            for number in range(1, STEPS + 1):
                 driven.step(number, batches(number, mesh.rank, 2))
             with driven.engine.full_parameters() as whole:
                 found.append(torch.cat([value.flatten() for value in whole.values()]).tolist())

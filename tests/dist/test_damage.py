@@ -88,7 +88,7 @@ def assert_survived(run: Path, tokens: Path, codes: list[int], undisturbed: Outc
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tensorboard", [False, True])
+@pytest.mark.parametrize("tensorboard", some([False, True], 1))
 def test_a_full_disk_stops_no_training(tensorboard: bool, small_disk: Path, undisturbed: Outcome, tokens: Path) -> None:
     changes = {"checkpoint.every": 2, "report.tensorboard": tensorboard}
     codes = run_ranks(

@@ -67,7 +67,7 @@ def test_a_command_line_trains(system: str, tmp_path: Path, monkeypatch: pytest.
     }[system]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write(tmp_path)
-    code, out, err = command.phalanx(tmp_path, "run", "--nproc", "2", *words, timeout_s=180)
+    code, out, err = command.phalanx(tmp_path, "run", "--nproc", "2", *words, timeout_s=180, block_s=0.004)
     assert code == 0, err
     assert f"# {words[0]} as a recipe\nmodel:\n" in out
     paths = RunPaths(tmp_path / folder)

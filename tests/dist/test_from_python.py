@@ -1,8 +1,6 @@
 """Runs from one Python process, as a program or a notebook has them: train, interrupt, resume, load, and again."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,12 @@ import pytest
 
 import phalanx
 from phalanx.core.errors import ConfigError, DataError, PhalanxError
-from phalanx.core.placement import ExitCode
+from phalanx.core.placement import ExitCode, Placement
 from phalanx.launch import child_run, from_python
 from phalanx.report import notebook
+from tests import warm_shell
 from tests.dist import command
-from tests.helpers import ROOT
+from tests.helpers import ROOT, run_ranks
 
 # What a kernel has of IPython: there is a kernel, and elements of a page that can change.
 KERNEL = """
@@ -47,10 +46,11 @@ TWICE = (
     KERNEL
     + STOP
     + """
-import phalanx
+import phalanx, shutil
 metrics = Path("runs/notebook/metrics.jsonl")
 stop(metrics, 3)
-run = phalanx.train("recipe.yaml", run_dir="runs/notebook", ranks=2, train={"steps": 100_000})
+how = {"run_dir": "runs/notebook", "ranks": 2, "balance": {"batch": "even"}}
+run = phalanx.train("recipe.yaml", **how, train={"steps": 100_000})
 assert not run.finished and "not finished" in repr(run), run
 at = run.step
 assert 3 <= at < 1000
@@ -58,8 +58,9 @@ print("stopped", flush=True)
 import torch
 model = run.load_model()
 assert model(torch.tensor([[1, 2, 3]])).isfinite().all()
-# Torch has threads here by now: it goes on all the same.
-run = phalanx.train("recipe.yaml", run_dir="runs/notebook", ranks=2, train={"steps": at + 2})
+# Torch has threads here by now: it goes on all the same. A second fresh Python would prove no more than the first.
+sys.executable = shutil.which("phalanx")
+run = phalanx.train("recipe.yaml", **how, train={"steps": at + 2})
 assert run.finished and run.step == at + 2 == len(run.metrics()), run
 assert [each["step"] for each in run.evaluations()][-1] == at + 2
 texts = [text for text, _ in shown]
@@ -69,17 +70,19 @@ assert "<svg" in shown[-1][1] or "<svg" in "".join(page for _, page in shown)
 )
 
 
-def run_script(text: str, folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, timeout=280, env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run_program(placement: Placement, folder: str) -> list[Any]:
+    """Exit code and output of TWICE in a process that is forked, as is the second of its children."""
+    from phalanx.cli import root
+
+    root.main = lambda: warm_shell._run_python(sys.argv[1:])
+    child_run.signal_at_parent_death = lambda parent, number: None  # which has forked it, not asked for it
+    settings = {"CODE": TWICE, "PYTHONPATH": str(ROOT), "FORCE_COLOR": "1"}
+    return warm_shell.run_script(placement, 'phalanx -c "$CODE"', folder, settings)
 
 
 def test_twice_in_one_process_interrupted_loaded_and_resumed(tmp_path: Path) -> None:
-    said = run_script(TWICE, command.write_place(tmp_path))
+    code, said = run_ranks(run_program, 1, timeout_s=280, folder=str(command.write_place(tmp_path)))[0]
+    assert code == 0, said
     first, _, later = said.partition("stopped\n")
     assert "got SIGINT: finishing the step, saving, then leaving" in first
     assert "resumed from the checkpoint of step" in later and "finished after step" in later
@@ -94,6 +97,7 @@ SMALL = {
     '"steps": 200, "global_batch": 16, "eval_every": 50, "eval_sequences": 32': '"steps": 4, "global_batch": 4, '
     '"eval_every": 2, "eval_sequences": 4, "micro_batch": 2',
     '"steps": 250': '"steps": 6',
+    '{"every": 50},': '{"every": 50}, "balance": {"batch": "even"},',
     "max_tokens=40": "max_tokens=3",
 }
 

@@ -25,6 +25,7 @@ from tests.helpers import run_ranks
 from tests.numerics import runs
 
 STEPS = 4
+TOLERANCES = {"fp64": 1e-9, "bf16": 3e-2, "mixed": 3e-2}
 
 
 def is_frozen(name: str) -> bool:
@@ -87,27 +88,34 @@ class _Task:
         return model(batch.inputs["tokens"], batch.inputs["labels"], draws=draws)
 
 
-def walk(placement: Placement, engine: str, dtype: str, folder: str) -> None:
+def walk(placement: Placement, folder: str) -> None:
     accelerator.best_dtype = lambda device: torch.bfloat16
     with join(placement, 30) as mesh:
-        trained = Trained(mesh, engine, dtype)
-        compute = torch.float64 if dtype == "fp64" else torch.bfloat16
-        wide = dtype == "mixed" and mesh.world > 1  # other ranks may compute in another type
-        begun = {name: shard.tensor.clone() for name, shard in trained.filled.items()}
-        for name, shard in trained.filled.items():
-            assert shard.trainable is not is_frozen(name)
-            narrow = dtype == "fp64" or (is_frozen(name) and not wide)
-            assert shard.tensor.dtype == (compute if narrow else torch.float32)
-        norms = [trained.step(number) for number in range(1, STEPS + 1)]
-        for parameter in trained.model.parameters():
-            assert parameter.requires_grad or parameter.grad is None
-        with trained.engine.full_parameters() as whole:
-            for name, tensor in whole.items():
-                assert tensor.dtype == compute
-                shard = trained.filled[name]
-                same = torch.equal(tensor.flatten()[shard.start : shard.stop], begun[name].to(compute))
-                assert same is (is_frozen(name) or shard.start == shard.stop), name
-        torch.save([norms, trained.state()], Path(folder) / f"{placement.rank}.pt")
+        for engine in ("fsdp2", "single") if mesh.world == 1 else ("fsdp2",):
+            for dtype in TOLERANCES:
+                walk_by(mesh, engine, dtype, Path(folder) / f"{engine}-{dtype}")
+
+
+def walk_by(mesh: Mesh, engine: str, dtype: str, folder: Path) -> None:
+    trained = Trained(mesh, engine, dtype)
+    compute = torch.float64 if dtype == "fp64" else torch.bfloat16
+    wide = dtype == "mixed" and mesh.world > 1  # other ranks may compute in another type
+    begun = {name: shard.tensor.clone() for name, shard in trained.filled.items()}
+    for name, shard in trained.filled.items():
+        assert shard.trainable is not is_frozen(name)
+        narrow = dtype == "fp64" or (is_frozen(name) and not wide)
+        assert shard.tensor.dtype == (compute if narrow else torch.float32)
+    norms = [trained.step(number) for number in range(1, STEPS + 1)]
+    for parameter in trained.model.parameters():
+        assert parameter.requires_grad or parameter.grad is None
+    with trained.engine.full_parameters() as whole:
+        for name, tensor in whole.items():
+            assert tensor.dtype == compute
+            shard = trained.filled[name]
+            same = torch.equal(tensor.flatten()[shard.start : shard.stop], begun[name].to(compute))
+            assert same is (is_frozen(name) or shard.start == shard.stop), name
+    folder.mkdir(exist_ok=True)
+    torch.save([norms, trained.state()], folder / f"{mesh.rank}.pt")
 
 
 def outcome(folder: Path, ranks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -118,14 +126,20 @@ def outcome(folder: Path, ranks: int) -> tuple[list[float], dict[str, torch.Tens
     return norms, state
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp64", 1e-9), ("bf16", 3e-2), ("mixed", 3e-2)])
-def test_engines_and_ranks_agree(dtype: str, tolerance: float, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders with what came of each engine and type, by the number of ranks."""
+    folders = {ranks: tmp_path_factory.mktemp(f"on-{ranks}") for ranks in (1, 3)}
+    for ranks, folder in folders.items():
+        run_ranks(walk, ranks, folder=str(folder))
+    return folders
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items())
+def test_engines_and_ranks_agree(dtype: str, tolerance: float, walked: dict[int, Path]) -> None:
     found = {}
     for engine, ranks in (("single", 1), ("fsdp2", 1), ("fsdp2", 3)):
-        folder = tmp_path / f"{engine}-{ranks}"
-        folder.mkdir()
-        run_ranks(walk, ranks, engine=engine, dtype=dtype, folder=str(folder))
-        found[engine, ranks] = outcome(folder, ranks)
+        found[engine, ranks] = outcome(walked[ranks] / f"{engine}-{dtype}", ranks)
     norms, state = found["single", 1]
     assert {name.rpartition("/")[2] for name in state if is_frozen(name.partition("/")[2])} == set()
     assert len(state) == 3 * 12, "param and two moments of q's neighbours k, v, o, gate, up and a norm in two blocks"

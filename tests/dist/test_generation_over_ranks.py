@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from phalanx.generate.decode import SamplingOptions
 from phalanx.generate.text import Sampling
 from phalanx.layout.mesh_axes import MeshAxes
 from tests.dist.command import phalanx, refused, write_place
-from tests.helpers import run_ranks
+from tests.helpers import run_ranks, some
 
 PROMPTS = ("document", "hello hello says")
 
@@ -50,15 +51,23 @@ def written(placement: Placement, folder: str, tensor: int, pipeline: int, as_li
     return out.getvalue()
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
-def test_ranks_write_what_one_process_does(tensor: int, pipeline: int, place: Path) -> None:
+@pytest.fixture(scope="module")
+def alone(place: Path) -> list[dict[str, Any]]:
+    """What one process writes."""
     code, out, _ = phalanx(
         place, "generate", "run", "--prompts", "prompts.txt", "--max-tokens", "8", "--temperature", "0"
     )
     assert code == 0
-    alone = [json.loads(line) for line in out.splitlines()]
-    assert [each["prompt"] for each in alone] == list(PROMPTS)
-    assert all(each["completion"] for each in alone)
+    written = [json.loads(line) for line in out.splitlines()]
+    assert [each["prompt"] for each in written] == list(PROMPTS)
+    assert all(each["completion"] for each in written)
+    return written
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), some([(2, 2), (2, 1), (1, 2)], 0))
+def test_ranks_write_what_one_process_does(
+    tensor: int, pipeline: int, place: Path, alone: list[dict[str, Any]]
+) -> None:
     lines, *others = run_ranks(
         written, tensor * pipeline, folder=place / "run", tensor=tensor, pipeline=pipeline, as_lines=True
     )
@@ -66,11 +75,9 @@ def test_ranks_write_what_one_process_does(tensor: int, pipeline: int, place: Pa
     assert set(others) == {""}
 
 
-def test_text_comes_as_it_is_written_and_the_command_ends(place: Path) -> None:
+def test_text_comes_as_it_is_written_and_the_command_ends(place: Path, alone: list[dict[str, Any]]) -> None:
     shown, _ = run_ranks(written, 2, folder=place / "run", tensor=2, pipeline=1, as_lines=False)
-    (lines, _) = run_ranks(written, 2, folder=place / "run", tensor=2, pipeline=1, as_lines=True)
-    parts = [json.loads(line) for line in lines.splitlines()]
-    assert shown == "".join(f"{each['prompt']}{each['completion']}\n" for each in parts)
+    assert shown == "".join(f"{each['prompt']}{each['completion']}\n" for each in alone)
     assert phalanx(place, "generate", "run", "--tensor", "2", "--max-tokens", "2")[0] == 0
 
 

@@ -16,8 +16,9 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.layout import hardware
 from phalanx.layout.balance import parse_division
 from phalanx.layout.hardware import fit_line
-from tests.dist.command import contents, phalanx, refused, write_place
-from tests.helpers import run_ranks
+from tests.dist import command
+from tests.dist.command import contents, refused, write_place
+from tests.helpers import ALL, run_ranks
 
 MODEL = """
 import time
@@ -27,13 +28,18 @@ from phalanx.models import llama
 class Block(llama.Block):
     def forward(self, x, *args, **kwargs):
         if x.device.type != "meta" and dist.is_initialized() and dist.get_rank() == 1:
-            time.sleep(0.004 * x.shape[0])
+            time.sleep(0.003 * x.shape[0])
         return super().forward(x, *args, **kwargs)
 
 class Model(llama.Llama):
     block = Block
 """
 JOB = ("recipe.yaml", "--ranks", "2", "model.code=slow.py", "train.global_batch=8", "train.micro_batch=8")
+
+
+def phalanx(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """What sleeps is seen to be slow in little time."""
+    return command.phalanx(folder, *arguments, block_s=0.004)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +51,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def known(here: Path) -> dict[str, Any]:
-    """What `phalanx hardware` says, and writes into hardware.json."""
-    code, out, err = phalanx(here, "hardware", *JOB, "--json")
+    """What `phalanx hardware` says, and writes into hardware.json; one that the recipe names is measured anew."""
+    asked = ("train.micro_batch=2", "balance.hardware=hardware.json")
+    code, out, err = phalanx(here, "hardware", *JOB[:-1], *asked, "--json")
     assert code == ExitCode.DONE, err
     found: dict[str, Any] = json.loads(out)
     return found
@@ -58,14 +65,15 @@ def events(paths: RunPaths, kind: str) -> list[dict[str, Any]]:
 
 def test_the_command_measures_each_device_and_says_what_follows(here: Path, known: dict[str, Any]) -> None:
     written = hardware.read_hardware(here / "hardware.json")
-    assert {**json.loads((here / "hardware.json").read_text()), "shares": known["shares"], "parts": 1} == known
+    shown = {key: value for key, value in known.items() if key not in ("shares", "parts")}
+    assert json.loads((here / "hardware.json").read_text()) == shown
     fast, slow = written.devices
     assert [size for size, _ in slow.times][:2] == [1, 3]
-    # A pass of the slow one sleeps 4 ms for each sequence, in the one block that this model has.
+    # A pass of the slow one sleeps 3 ms for each sequence, in the one block that this model has.
     for size, seconds in slow.times:
-        assert seconds > 0.004 * size
+        assert seconds > 0.003 * size
     assert dict(fast.times)[3] < dict(slow.times)[3]
-    assert (fast.most, slow.most) == (8, 8)
+    assert (fast.most, slow.most) == (8, 8), "of memory alone"
     assert fast.memory_bytes > 2**20
     assert fast.host_to_device_bytes_per_s is None
     for device in written.devices:  # no processor takes as long for a byte, nor is done with it at once
@@ -75,6 +83,8 @@ def test_the_command_measures_each_device_and_says_what_follows(here: Path, know
     assert written.work["positions"] == 8
     assert known["shares"][0] > known["shares"][1]
     assert sum(known["shares"]) == 8
+    division = parse_division(known)
+    assert division is not None and division.fits([2, 2]), "the shares are of a run with the recipe's limit"
     assert not (here / "runs").exists(), "it makes no run folder"
 
 
@@ -86,16 +96,6 @@ def test_the_table_has_a_row_for_each_device(here: Path) -> None:
     assert (here / "other" / "h.json").exists()
 
 
-def test_shares_are_those_of_a_run_with_the_recipes_limit(here: Path) -> None:
-    code, out, err = phalanx(here, "hardware", *JOB[:-1], "train.micro_batch=2", "--out", "few.json", "--json")
-    assert code == ExitCode.DONE, err
-    found = json.loads(out)
-    assert found["devices"][0]["most"] > 2, "of memory alone"
-    assert sum(found["shares"]) == 8
-    division = parse_division(found)
-    assert division is not None and division.fits([2] * len(found["shares"]))
-
-
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(here: Path) -> None:
     (here / "taken").mkdir()
     (here / "plain").write_text("")
@@ -103,12 +103,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(he
         code, out, err = phalanx(here, "hardware", *JOB, "--out", name)
         assert (code, out) == (ExitCode.CONFIG, "")
         assert err == f"error: {name} cannot be written ({why}); choose another with --out\n"
-
-
-def test_a_file_that_the_recipe_names_is_measured_anew(here: Path) -> None:
-    code, _, err = phalanx(here, "hardware", *JOB, "balance.hardware=anew.json", "--out", "anew.json")
-    assert code == ExitCode.DONE, err
-    assert len(hardware.read_hardware(here / "anew.json").devices) == 2
 
 
 class Launching:
@@ -173,6 +167,8 @@ def test_a_run_measures_once_and_keeps_what_it_found(here: Path) -> None:
     (changed,) = events(paths, EventKind.DEVICES_CHANGED)
     assert changed["reason"] == "rank 0 was on a device called 'another' when it was measured, and is on 'cpu' now"
     assert hardware.read_hardware(paths.hardware).devices[0].model == "cpu"
+    if not ALL:
+        return
     # With other devices, here more of them, it does not fit any more.
     more = ("train", *(part if part != "2" else "3" for part in job), "train.steps=5")
     assert phalanx(here, *more)[0] == ExitCode.DONE

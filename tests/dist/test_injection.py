@@ -64,7 +64,7 @@ def test_deaths_and_hangs_of_one_attempt_after_the_other(place: Path, undisturbe
 
 
 def test_memory_that_runs_out_makes_micro_batches_smaller(place: Path) -> None:
-    run = train(place, "oom", "--inject", "oom:rank=1,step=3")
+    run = train(place, "oom", "--inject", "oom:rank=1,step=3", "train.steps=4")
     assert [reason for _, reason in died(run)] == [
         "rank 1 ran out of memory with micro-batches of 2 sequences; from the next start on it gets 1 at most"
     ]
@@ -91,9 +91,8 @@ def test_what_ends_no_attempt(place: Path, undisturbed: dict[str, Any]) -> None:
 
 
 def test_a_fault_that_does_not_happen_is_said(place: Path) -> None:
-    found, out, _ = phalanx(
-        place, "train", "recipe.yaml", *SHORT, "--run-dir", "missed", "--inject", "kill:step=3,attempt=2"
-    )
+    alone = ("train.steps=3", "--ranks", "1", "--run-dir", "missed")
+    found, out, _ = phalanx(place, "train", "recipe.yaml", *SHORT, *alone, "--inject", "kill:step=3,attempt=2")
     assert found == 0
     assert "--inject kill:rank=0,step=3,attempt=2 did not happen" in out
     [warning] = [event for event in runs.events(place / "missed", EventKind.WARNING) if "--inject" in event["message"]]

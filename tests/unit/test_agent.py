@@ -29,14 +29,19 @@ from phalanx.system.exit_causes import (
     fingerprint_failure,
     is_secondary_failure,
 )
-from tests.helpers import ROOT, is_alive, wait_until
+from tests.helpers import ROOT, is_alive, wait_until, zygote_python
 from tests.unit import agent_jobs
 
 
 def start(
-    worker: str, world: int, folder: Path, begin: Callable[[], None] | None = None, **options: Any
+    worker: str,
+    world: int,
+    folder: Path,
+    begin: Callable[[], None] | None = None,
+    python: str = sys.executable,
+    **options: Any,
 ) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.unit.agent_jobs", worker, str(world), str(folder), json.dumps(options)]
+    command = [python, "-m", "tests.unit.agent_jobs", worker, str(world), str(folder), json.dumps(options)]
     return subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=begin
     )
@@ -50,8 +55,12 @@ def finish(agent: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]]]:
     return lines[-1]["code"], lines[:-1]
 
 
-def run_job(worker: str, world: int, folder: Path, **options: Any) -> tuple[int, list[dict[str, Any]]]:
-    return finish(start(worker, world, folder, **options))
+def run_job(
+    worker: str, world: int, folder: Path, begin: Callable[[], None] | None = None, **options: Any
+) -> tuple[int, list[dict[str, Any]]]:
+    """To its end. With `make test` forked from a warm Python, unless it is to `begin` in a process of its own."""
+    python = zygote_python[-1] if begin is None else sys.executable
+    return finish(start(worker, world, folder, begin, python, **options))
 
 
 def noted(folder: Path, name: str, attempt: int, rank: int) -> Any:
@@ -369,7 +378,7 @@ def test_who_was_forked_early_is_gone_where_no_other_attempt_follows(tmp_path: P
     assert run_job("second_time", 2, tmp_path, early=True)[0] == 1  # it looks for children itself
 
 
-def in_own_process(text: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def in_own_process(text: str, python: str = zygote_python[-1], **options: Any) -> subprocess.CompletedProcess[str]:
     prelude = (
         "import os, pathlib, signal, subprocess, sys, threading, time\n"
         "from phalanx.elastic.node.agent import NodeJob, preload, run_local_job\n"
@@ -379,7 +388,7 @@ def in_own_process(text: str, **options: Any) -> subprocess.CompletedProcess[str
         "from phalanx.trainer.stop_request import STOP_SIGNALS, handle_stop_signals\n"
     )
     return subprocess.run(
-        [sys.executable, "-c", prelude + text], cwd=ROOT, capture_output=True, text=True, timeout=120, **options
+        [python, "-c", prelude + text], cwd=ROOT, capture_output=True, text=True, timeout=120, **options
     )
 
 
@@ -399,6 +408,16 @@ except KeyError as error:
     print(error, len(pids), [os.path.exists(f"/proc/{pid}") for pid in pids])
 """)
     assert done.stdout == "'from on_idle' 2 [False, False]\n", done.stderr
+
+
+def test_the_end_of_the_job_is_not_waited_for() -> None:
+    done = in_own_process("""
+from phalanx.elastic.node import agent
+waits, real = [], agent.poll_descriptors
+agent.poll_descriptors = lambda descriptors, timeout_s: waits.append(timeout_s) or real(descriptors, timeout_s)
+print(run_local_job(NodeJob(1, lambda placement: 0)), waits[-1])
+""")
+    assert done.stdout == "0 0\n", done.stderr
 
 
 EARLY = """
@@ -424,7 +443,8 @@ first, other = NodeJob(2, knows), NodeJob(3, lambda placement: 0)
 
 
 def test_who_waits_to_be_a_rank_dies_with_the_agent() -> None:
-    done = in_own_process(EARLY + "print(*fill(first), flush=True)\nos.kill(os.getpid(), 9)\n")
+    text = EARLY + "print(*fill(first), flush=True)\nos.kill(os.getpid(), 9)\n"
+    done = in_own_process(text, python=sys.executable)
     assert done.returncode == -signal.SIGKILL
     both = [int(pid) for pid in done.stdout.split()]
     assert len(both) == 2, done.stderr

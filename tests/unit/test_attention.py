@@ -17,6 +17,7 @@ from phalanx.models.attention import Alibi, ScoreDropout, alibi_slopes, attentio
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.llama import Llama, init_slice
 from phalanx.parallel import activations
+from tests.helpers import some
 
 ROWS, LENGTH = 3, 300
 # Of all kinds: whole rows, equal neighbours, single tokens, empty ones, and the padding at the end.
@@ -56,8 +57,10 @@ def with_gradients(
     return [out.detach(), *torch.autograd.grad(out.sin().sum(), parts)]
 
 
-@pytest.mark.parametrize("segments", [None, OFFSETS])
-@pytest.mark.parametrize("window", [None, 1, 7, 140, 300])
+WAYS = [(window, segments) for window in (None, 1, 7, 140, 300) for segments in (None, OFFSETS)]
+
+
+@pytest.mark.parametrize(("window", "segments"), some(WAYS, 1, 2, 5, 6, 9))
 def test_every_way_is_what_is_meant(window: int | None, segments: list[int] | None) -> None:
     offsets = None if segments is None else torch.tensor(segments, dtype=torch.int32)
     expected = with_gradients(meant, inputs(), window, segments)

@@ -13,13 +13,13 @@ def test_all_ways_compute_the_same() -> None:
     )
     model = offload.built(spec, torch.device("cpu"), torch.float32)
     before = list(model.layers)
-    rows, checks = offload.compare(model, (32, 64), turns=2)
+    rows, checks = offload.compare(model, (64,), turns=1)
     ways = [offload.KEPT, offload.OURS, *offload.PEERS]
-    assert [row["inputs of blocks"] for row in rows] == 2 * ways
+    assert [row["inputs of blocks"] for row in rows] == ways
     assert all(row["same gradients"] and row["pass, s"] > 0 and row["peak of a pass, GiB"] is None for row in rows)
-    assert [check.name for check in checks[: len(checks) // 2]] == [
-        "32 tokens: the same gradients bit for bit", "32 tokens: time over kept",
-        "32 tokens: time over save_on_cpu", "32 tokens: time over offload_wrapper",
+    assert [check.name for check in checks] == [
+        "64 tokens: the same gradients bit for bit", "64 tokens: time over kept",
+        "64 tokens: time over save_on_cpu", "64 tokens: time over offload_wrapper",
     ]  # fmt: skip
     assert checks[0].holds
     assert list(model.layers) == before

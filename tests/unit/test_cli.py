@@ -24,8 +24,9 @@ from phalanx.core.records import EventKind, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch import jobs
 from phalanx.models.families.catalog import PRESETS
+from tests.dist.command import call
 from tests.dist.command import phalanx as forked
-from tests.helpers import ALL, ROOT, wait_until
+from tests.helpers import ALL, ROOT, run_ranks
 
 COMMANDS = [
     [],
@@ -416,12 +417,13 @@ def test_every_option_of_run_that_has_a_value_is_known() -> None:
 
 def test_a_script_gets_a_flag_that_is_called_as_one_of_ours(here: Path) -> None:
     (here / "script.py").write_text("import sys\nprint('given', sys.argv[1:])\n")
-    done = phalanx("run", "--nproc", "1", "script.py", "--debug", "-v", folder=here)
-    assert done.returncode == 0, done.stderr
-    assert "given ['--debug', '-v']" in done.stdout
-    done = phalanx("run", "--debug", "gone.py", "--debug", folder=here)
-    assert "Traceback (most recent call last)" in done.stderr
-    assert "Traceback" not in phalanx("run", "gone.py", "--debug", folder=here).stderr
+    ours = [["--nproc", "1", "script.py", "-v"], ["--debug", "gone.py"], ["gone.py"]]
+    commands = [["run", *words, "--debug"] for words in ours]
+    given, shown, hidden = run_ranks(call, 1, folder=str(here), commands=commands)[0]
+    assert given[0] == 0, given[2]
+    assert "given ['-v', '--debug']" in given[1]
+    assert "Traceback (most recent call last)" in shown[2]
+    assert "Traceback" not in hidden[2]
 
 
 def test_output_survives_a_terminal_without_unicode(here: Path) -> None:
@@ -471,36 +473,3 @@ def test_two_ranks_of_torchrun_and_on_with_one(here: Path) -> None:
     assert code == 0, err
     undisturbed = [step["loss"] for step in read_steps(RunPaths(here / "whole").metrics)]
     assert [step["loss"] for step in steps] == pytest.approx(undisturbed, rel=1e-9)
-
-
-def test_a_second_start_in_a_folder_in_use_is_refused_and_disturbs_nothing(here: Path) -> None:
-    command = ["train", "recipe.yaml", "--run-dir", "run", "--ranks", "1", "train.steps=100000"]
-    first = subprocess.Popen(
-        [sys.executable, "-m", "phalanx", *command],
-        cwd=here,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    paths = RunPaths(here / "run")
-    try:
-        wait_until(lambda: len(read_steps(paths.metrics)) > 2, timeout_s=180)
-        code, _, err = forked(here, *command)
-        assert code == 2
-        assert re.fullmatch(
-            rf"error: the run folder run is in use by process {first.pid} on \S+; wait for it, stop it, "
-            r"or choose another --run-dir\n",
-            err,
-        )
-        assert first.poll() is None
-        first.terminate()
-        out, _ = first.communicate(timeout=120)
-    finally:
-        first.kill()
-        first.wait()
-    assert first.returncode == ExitCode.STOPPED, out
-    steps = [step["step"] for step in read_steps(paths.metrics)]
-    assert steps == list(range(1, len(steps) + 1))
-    assert [event["step"] for event in read_lines(paths.events) if event["kind"] == EventKind.STOPPED] == [steps[-1]]
-    assert (paths.checkpoints / f"step-{steps[-1]:08d}").is_dir()

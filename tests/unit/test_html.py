@@ -139,39 +139,39 @@ def test_report_opens_offline(tmp_path: Path) -> None:
     assert gzip.decompress(base64.b64decode(page.drawing)).startswith(b"'use strict';\n/*!\n * Copyright (c) Anaconda")
 
 
-@pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium")
-def test_every_chart_has_its_curves_in_a_browser_that_complains_of_nothing(tmp_path: Path) -> None:
-    seen = browser.look(report.write_report(make_run(tmp_path)))
-    assert seen.console == []
-    assert browser.curves(seen) == {"loss": 3, "speed": 2, "time": 3, "memory": 1, "lr": 2, "norm": 2}
-
-
-# What a reader does once the charts are there: points into the chart of losses.
+# What a reader does once the charts are there: points into the chart of losses by time, and then by steps. What the box
+# tells is noted at the page's end.
 POINT = """
 const wait = setInterval(() => {
   const plot = document.getElementById("plot-loss");
   if (!Number(plot.dataset.curves)) return;
   clearInterval(wait);
-  %s
-  setTimeout(() => {
-    const { left, top, width } = plot.getBoundingClientRect();
-    plot.dispatchEvent(new PointerEvent("pointermove", { clientX: left + 46 + %f * (width - 58), clientY: top + 100 }));
-  }, 2000);
+  const tell = (mode, place, then) => {
+    document.querySelector(`[data-mode=${mode}]`).click();
+    setTimeout(() => {
+      const { left, top, width } = plot.getBoundingClientRect();
+      const clientX = left + 46 + place * (width - 58);
+      plot.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY: top + 100 }));
+    }, 2000);
+    setTimeout(() => {
+      const noted = document.body.appendChild(document.createElement("pre"));
+      noted.textContent = mode + document.querySelector(".tip").innerHTML.replace(/<[^>]*>/g, "|");
+      then?.();
+    }, 3000);
+  };
+  tell("time", 0.1045, () => tell("step", 0.577));  // of 120 seconds, and of steps 1 to 20
 }, 100);
 """
 
 
 @pytest.mark.skipif(browser.BROWSER is None, reason="needs chromium")
-def test_one_box_tells_all_values_of_a_step_and_what_happened_there(tmp_path: Path) -> None:
-    path = report.write_report(make_run(tmp_path))
-
-    def told(before: str, place: float) -> str:
-        seen = browser.look(path, script=POINT % (before, place))
-        assert seen.console == []
-        assert seen.page.count('class="rule"') == 6  # the step is marked in every chart
-        return re.sub(r"<[^>]*>", "|", seen.page.partition('<div class="tip"')[2].partition("<script")[0])
-
-    at_death = told("", 0.577)  # of steps 1 to 20
+def test_every_chart_has_its_curves_and_one_box_tells_all_values_of_a_step(tmp_path: Path) -> None:
+    """In a browser that complains of nothing; and what happened there."""
+    seen = browser.look(report.write_report(make_run(tmp_path)), script=POINT)
+    assert seen.console == []
+    assert browser.curves(seen) == {"loss": 3, "speed": 2, "time": 3, "memory": 1, "lr": 2, "norm": 2}
+    assert seen.page.count('class="rule"') == 6  # the step is marked in every chart
+    by_time, at_death = re.findall("<pre>(?:time|step)(.*?)</pre>", seen.page, re.S)
     for words in (
         "|step 12|",
         "|train|",
@@ -182,7 +182,6 @@ def test_one_box_tells_all_values_of_a_step_and_what_happened_there(tmp_path: Pa
     ):
         assert words in at_death
     assert "resumed" not in at_death
-    by_time = told("document.querySelector('[data-mode=time]').click();", 0.1045)  # of 120 seconds
     assert "|step 12, after 12 s|" in by_time and "|train, lost|" in by_time and "|train|" not in by_time
     assert "|rank 1 (pid 77) was killed by" in by_time
 

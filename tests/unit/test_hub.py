@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +13,30 @@ import torch
 import transformers
 
 from phalanx.core.errors import ConfigError, StorageError
+from phalanx.core.placement import Placement
 from phalanx.storage import hub as hub_names
 from phalanx.storage.local_copies import fetch_folder, local_copy_path
-from tests.helpers import ROOT
+from tests.dist import command
+from tests.helpers import run_ranks
 from tests.hub import MANY, TOKEN, Hub
 
 NAME = "org/tiny-llama"
+
+
+def find_constants(address: str, home: str) -> dict[str, Any]:
+    """What HF_ENDPOINT and HF_HOME become where they are set before huggingface_hub is imported."""
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    return {
+        "ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False,
+        "HF_HUB_CACHE": f"{home}/hf", "HF_TOKEN_PATH": f"{home}/no-token",
+    }  # fmt: skip
+
+
+def call_at(placement: Placement, folder: str, words: list[str], address: str) -> list[Any]:
+    """The command of a user who is logged in."""
+    for name, value in find_constants(address, folder).items():
+        setattr(huggingface_hub.constants, name, value)
+    return command.call(placement, folder, [words], environment={"HF_TOKEN": TOKEN})[0]
 
 
 @pytest.fixture
@@ -38,11 +54,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         "README.md": b"# Tiny", "tokenizer.model": b"x",
     }  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    for name, value in (("ENDPOINT", served.address), ("HF_HUB_OFFLINE", False), ("HF_HUB_CACHE", tmp_path / "hf")):
+    for name, value in find_constants(served.address, str(tmp_path)).items():
         monkeypatch.setattr(huggingface_hub.constants, name, value)
-    template = served.address + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", tmp_path / "no-token")
     yield served
     served.close()
 
@@ -160,14 +173,13 @@ def test_a_push_needs_a_token_and_a_folder_and_makes_a_private_repository(
 
 
 def test_a_run_begins_with_a_name_and_its_export_is_pushed(hub: Hub, tmp_path: Path) -> None:
-    environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "home")}
-    environment |= {"HF_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
     (tmp_path / "text.txt").write_text("some words to learn from " * 200)
     hub.models[NAME].pop("tokenizer.model")
 
-    def phalanx(*words: str) -> Any:
-        command = [sys.executable, "-m", "phalanx", *words]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    def phalanx(*words: str) -> str:
+        ((code, out, err),) = run_ranks(call_at, 1, folder=str(tmp_path), words=words, address=hub.address)
+        assert code == 0, err
+        return str(out)
 
     keys = [f"model.from_hf={NAME}@main", "data.source=text.txt", "data.tokenizer=train", "data.tokenizer_vocab=270"]
     keys += [
@@ -178,21 +190,17 @@ def test_a_run_begins_with_a_name_and_its_export_is_pushed(hub: Hub, tmp_path: P
         f"data.cache={tmp_path / 'cache'}",
     ]
     (tmp_path / "recipe.yaml").write_text("train: {eval_every: 0}\n")
-    done = phalanx("train", "recipe.yaml", *keys, "--run-dir", "run", "--ranks", "1")
-    assert done.returncode == 0, done.stderr
+    phalanx("train", "recipe.yaml", *keys, "--run-dir", "run", "--ranks", "1")
     exact = f"{NAME}@{hub.commit(NAME)}"
     assert f"from_hf: {exact}" in (tmp_path / "run" / "config.yaml").read_text()
     before, config = len(hub.asked), hub.models[NAME]["config.json"]
     hub.models[NAME]["config.json"] += b" "  # the branch moves; the run stays with its commit
     assert hub.commit(NAME) not in exact
     hub.down = True
-    done = phalanx("train", "recipe.yaml", *keys, "train.steps=2", "--run-dir", "run", "--ranks", "1")
-    assert done.returncode == 0, done.stderr
+    phalanx("train", "recipe.yaml", *keys, "train.steps=2", "--run-dir", "run", "--ranks", "1")
     assert f"from_hf: {exact}" in (tmp_path / "run" / "config.yaml").read_text()
     assert len(hub.asked) > before
     hub.down, hub.models[NAME]["config.json"] = False, config
-    done = phalanx("export", "run", "out", "--push", "org/new")
-    assert done.returncode == 0, done.stderr
-    assert f"pushed as {hub.address}/org/new/commit/1" in done.stdout
+    assert f"pushed as {hub.address}/org/new/commit/1" in phalanx("export", "run", "out", "--push", "org/new")
     assert json.loads(hub.pushed["org/new@main"]["config.json"])["torch_dtype"] == "bfloat16"
     assert hub.pushed["org/new@main"]["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()

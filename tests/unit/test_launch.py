@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from phalanx.core.placement import ExitCode
 from phalanx.core.records import EventKind, read_steps, write_event
 from phalanx.core.run_paths import RunPaths
 from phalanx.launch.outcome import describe_early_stop, resolve_exit_code
-from tests.helpers import ROOT, some, wait_until
+from tests.dist.command import refused, write_slow_callback
+from tests.helpers import ALL, ROOT, run_ranks, some, wait_until
+from tests.warm_shell import run_script
 
 RECIPE = """
 model: {hidden: 16, layers: 1, heads: 2, intermediate: 32}
@@ -23,7 +26,8 @@ data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cach
 train: {steps: 3, global_batch: 3, micro_batch: 2, eval_sequences: 4}
 report: {tensorboard: false}
 """
-TRAIN = "exec python -m phalanx train recipe.yaml --run-dir run --ranks 1"
+WORDS = ("train", "recipe.yaml", "--run-dir", "run", "--ranks", "1")
+TRAIN = f"exec python -m phalanx {' '.join(WORDS)}"
 
 
 @pytest.fixture
@@ -49,10 +53,11 @@ def kinds(paths: RunPaths) -> list[str]:
     return [event["kind"] for event in read_lines(paths.events)]
 
 
+@pytest.mark.skipif(not ALL, reason="make test-all: below a run goes on without its terminal")
 @pytest.mark.parametrize(
     "redirection",
     # A pipe whose reader has gone; all closed; a disk that is full.
-    some(["> >(exec sleep 0) 2>&1", ">&- 2>&- <&-", "> /dev/full"], 0),
+    ["> >(exec sleep 0) 2>&1", ">&- 2>&- <&-", "> /dev/full"],
 )
 def test_a_run_goes_on_without_its_output(here: Path, redirection: str) -> None:
     with start(here, f"{TRAIN} {redirection}") as run:
@@ -64,16 +69,30 @@ def test_a_run_goes_on_without_its_output(here: Path, redirection: str) -> None:
 
 
 @pytest.mark.usefixtures("hang_ups_count")
-def test_a_hang_up_saves_and_stops(here: Path) -> None:
+def test_a_run_goes_on_without_its_terminal_and_beside_a_second_start_and_a_hang_up_stops_it(here: Path) -> None:
     paths = RunPaths(here / "run")
-    with start(here, f"{TRAIN} train.steps=1000000", stdout=subprocess.PIPE) as run:
-        wait_until(lambda: len(read_steps(paths.metrics)) > 2, timeout_s=180)
+    with start(here, f"{TRAIN} train.steps=1000000 {write_slow_callback(here)}", stdout=subprocess.PIPE) as run:
+
+        def wait_for_steps() -> None:
+            before = len(read_steps(paths.metrics))
+            wait_until(lambda: len(read_steps(paths.metrics)) > before + 2, timeout_s=180)
+
+        wait_for_steps()
+        said = refused(here, *WORDS)
+        assert re.fullmatch(
+            rf"the run folder run is in use by process {run.pid} on \S+; wait for it, stop it, "
+            r"or choose another --run-dir",
+            said,
+        )
         assert run.stdout is not None
         run.stdout.close()  # the terminal takes nothing any more
+        wait_for_steps()
         run.send_signal(signal.SIGHUP)
         assert run.wait(timeout=120) == ExitCode.STOPPED
-    (stopped,) = [event["step"] for event in read_lines(paths.events) if event["kind"] == EventKind.STOPPED]
-    assert (paths.checkpoints / f"step-{stopped:08d}").is_dir()
+    steps = [step["step"] for step in read_steps(paths.metrics)]
+    assert steps == list(range(1, len(steps) + 1))
+    assert [event["step"] for event in read_lines(paths.events) if event["kind"] == EventKind.STOPPED] == [steps[-1]]
+    assert (paths.checkpoints / f"step-{steps[-1]:08d}").is_dir()
 
 
 @pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], 0))
@@ -81,12 +100,13 @@ def test_a_stop_while_data_is_prepared_leaves_only_its_parts(here: Path, number:
     line = json.dumps({"text": "some words that are told apart only by their number " * 200}) + "\n"
     with open(here / "text.jsonl", "w") as file:
         file.writelines(line.replace("number", str(i)) for i in range(8000))
-    with start(here, TRAIN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
-        wait_until(lambda: any((here / "cache").glob("*.partial")), timeout_s=180)
-        assert (here / "run").is_dir()
-        run.send_signal(number)
-        out, _ = run.communicate(timeout=120)
-    assert run.returncode == ExitCode.STOPPED, out
+    script = f"""phalanx {" ".join(WORDS)} &
+until compgen -G 'cache/*.partial'; do sleep 0.05; done
+test -d run
+kill -{number.name} $!
+wait $!"""
+    ((code, out),) = run_ranks(run_script, 1, script=script, folder=str(here), settings={})
+    assert code == ExitCode.STOPPED, out
     assert f"stopped by {number.name} before the first step finished" in out
     assert "Traceback" not in out
     assert not (here / "run").exists()
@@ -94,15 +114,12 @@ def test_a_stop_while_data_is_prepared_leaves_only_its_parts(here: Path, number:
 
 @pytest.mark.parametrize(
     ("place", "expected"),
-    [("''", "error: --run-dir is empty"), ("'memory://a/run?token=secret'", "error: --run-dir memory://a/run has a")],
+    [("", "--run-dir is empty"), ("memory://a/run?token=secret", "--run-dir memory://a/run has a")],
 )
 def test_a_run_dir_that_cannot_be_is_refused(here: Path, place: str, expected: str) -> None:
-    with start(here, f"{TRAIN} --run-dir {place}", stderr=subprocess.PIPE) as run:
-        _, err = run.communicate(timeout=120)
-    assert run.returncode == ExitCode.CONFIG
-    assert err.startswith(expected)
-    assert "secret" not in err
-    assert err.count("\n") == 1
+    said = refused(here, *WORDS, "--run-dir", place)
+    assert said.startswith(expected)
+    assert "secret" not in said
 
 
 @pytest.mark.parametrize(

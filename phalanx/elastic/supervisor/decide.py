@@ -77,9 +77,8 @@ def decide(state: JobState, event: SupervisorEvent) -> Decision:
             # A node that joins while ranks run has older state, which is stale if they return to an earlier step.
             if state.phase == JobPhase.RUNNING and event.node not in state.seats:
                 return state, []
-            return replace(
-                state, nodes=tuple(replace(n, held=event.held) if n.node == event.node else n for n in state.nodes)
-            ), []
+            nodes = tuple(replace(n, held=event.held) if n.node == event.node else n for n in state.nodes)
+            return replace(state, nodes=nodes), []
         case NodeUnfit():
             return state, [DropNode(event.node, event.why, event.code)]
         case DivisionPrepared():
@@ -99,9 +98,8 @@ def decide(state: JobState, event: SupervisorEvent) -> Decision:
             if state.phase in (JobPhase.RUNNING, JobPhase.ENDING):
                 return state, []  # the ranks hear of it too, and end
             if state.phase == JobPhase.READYING and has_unsaved_step(state) and not state.stop.saving:
-                return replace(
-                    state, stop=replace(state.stop, saving=True)
-                ), []  # what a failure has left in memory is saved first
+                # What a failure has left in memory is saved first.
+                return replace(state, stop=replace(state.stop, saving=True)), []
             return _finish(state, ExitCode.STOPPED, f"stopped by {state.stop.signal}")
         case NodeLeaving():
             return _on_node_leaving(state, event)
@@ -368,8 +366,11 @@ def _start_if_ready(state: JobState, now: float) -> Decision:
         said.append(WriteEvent(EventKind.WARNING, {"attempt": attempt, "message": lost}))
     again = 0 if kept is None else count_replayed_steps(state, kept)
     # What else nodes have, such as replicas that stay, is reported again when the attempt ends.
-    used = () if kept is None else [each for _, each in kept.files.values()]
-    nodes = tuple(replace(node, held=tuple(each for each in node.held if each in used)) for node in state.nodes)
+    used = set() if kept is None else {each for _, each in kept.files.values()}
+    nodes = tuple(
+        node if used.issuperset(node.held) else replace(node, held=tuple(each for each in node.held if each in used))
+        for node in state.nodes
+    )
     state = replace(
         state,
         phase=JobPhase.RUNNING,
