@@ -31,7 +31,7 @@ from tests.numerics.runs import VOCAB, Outcome, distance, farthest, same_bits, w
 SPEC = ModelSpec(
     vocab_size=VOCAB, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=44, max_seq_len=16
 )
-STEPS = 12
+STEPS = 12 if ALL else 7
 EVERYTHING = list(LORA_TARGETS)
 TOKENS = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
 
@@ -74,7 +74,7 @@ def alone(base: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_frozen_weights_gathered_in_fp8_change_no_bit(base: Path, tokens: Path, tmp_path: Path) -> None:
     """Their scales are agreed on once, those of trained weights before each step."""
-    changed = changes(base) | {"train.fp8": "block", "train.steps": 3, "optim.clip_norm": None, "train.micro_batch": 2}
+    changed = changes(base) | {"train.fp8": "block", "train.steps": 2, "optim.clip_norm": None, "train.micro_batch": 2}
     kept, found = (
         walked(2, tmp_path / str(zero), tokens, changed | {"parallel.zero": zero, "balance.optimizer_state": [1, 2]})
         for zero in (2, 3)
@@ -83,7 +83,9 @@ def test_frozen_weights_gathered_in_fp8_change_no_bit(base: Path, tokens: Path, 
     assert all(torch.equal(found.state[name], value) for name, value in kept.state.items())
 
 
-@pytest.mark.parametrize(("ranks", "more"), [(2, {}), (3, {"memory.activations": "full", "train.micro_batch": 1})])
+@pytest.mark.parametrize(
+    ("ranks", "more"), some([(2, {}), (3, {"memory.activations": "full", "train.micro_batch": 2})], 1)
+)
 def test_ranks_in_float64(
     ranks: int, more: dict[str, Any], base: Path, alone: tuple[Path, Outcome], tokens: Path, tmp_path: Path
 ) -> None:
@@ -95,14 +97,6 @@ def test_ranks_in_float64(
     assert farthest([*other.evaluations.values()], [*one.evaluations.values()]) < 1e-9
     for kind in ("param", "exp_avg", "exp_avg_sq"):
         assert distance(other.state, one.state, kind) < 1e-9
-
-
-@pytest.mark.skipif(not ALL, reason="PHALANX_TEST_ALL is not set")
-def test_frozen_weights_that_are_gathered_in_fp8_change_no_bit(base: Path, tokens: Path, tmp_path: Path) -> None:
-    given = changes(base) | {"train.steps": 3, "train.fp8": "block", "train.micro_batch": 2}
-    kept, found = (walked(2, tmp_path / str(zero), tokens, given | {"parallel.zero": zero}) for zero in (2, 3))
-    assert found.losses == kept.losses
-    assert same_bits(found.state, kept.state)
 
 
 def test_a_checkpoint_holds_adapters_alone(alone: tuple[Path, Outcome]) -> None:
@@ -134,12 +128,12 @@ def test_dropout_of_adapters_and_their_shape_matter(
 def test_killed_and_started_again_it_is_the_same_run(
     ranks: int, more: dict[str, Any], base: Path, tokens: Path, tmp_path: Path
 ) -> None:
-    changed = changes(base) | more | {"train.steps": 6}
+    changed = changes(base) | more | {"train.steps": 4}
     quiet = walked(ranks, tmp_path / "quiet", tokens, changed)
     run = tmp_path / "killed"
-    kill: dict[str, Any] = {"step": 5, "number": signal.SIGKILL, "ranks": [ranks - 1]}
+    kill: dict[str, Any] = {"step": 3, "number": signal.SIGKILL, "ranks": [ranks - 1]}
     run.mkdir()
-    often = changed | {"checkpoint.every": 2}
+    often = changed | {"checkpoint.every": 1}  # of two, one is whole by the third step
     codes = run_ranks(train_with_signal, ranks, restarts=1, run=str(run), data=str(tokens), changes=often, **kill)
     assert codes == [0] * ranks
     assert len(runs.events(run, EventKind.RESUMED)) == 1
@@ -151,8 +145,8 @@ def test_killed_and_started_again_it_is_the_same_run(
 
 def test_eight_bit_state_on_any_ranks(base: Path, tokens: Path, tmp_path: Path) -> None:
     changed = changes(base) | {"optim.name": "adamw8bit"}
-    one, three = (walked(ranks, tmp_path / str(ranks), tokens, changed) for ranks in (1, 3))
-    assert farthest(three.losses, one.losses) < 1e-9
+    one, other = (walked(ranks, tmp_path / str(ranks), tokens, changed) for ranks in (1, 3 if ALL else 2))
+    assert farthest(other.losses, one.losses) < 1e-9
     assert one.losses[-1] < one.losses[0] - 0.1
 
 

@@ -73,7 +73,7 @@ def one_step(placement: Placement, folder: str, data: str, cases: list[dict[str,
     return 0
 
 
-@pytest.mark.parametrize("world", some([2, 3, 5], 0, 1))
+@pytest.mark.parametrize("world", some([2, 3, 5], 1))
 def test_gradients_of_any_division(world: int, tokens: Path, tmp_path: Path) -> None:
     cases = [drawn(world, number) for number in range(CASES)]
     assert any(0 in case["shares"] for case in cases)

@@ -4,9 +4,11 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from phalanx.core.placement import Placement
 from phalanx.trainer.loop import TrainingLoop
-from tests.helpers import run_ranks
+from tests.helpers import ALL, run_ranks
 from tests.numerics import runs
 
 STEPS = 6
@@ -34,6 +36,8 @@ def compilations(placement: Placement, run: str, data: str, shares: list[int]) -
     return counts
 
 
+# `make test` counts them in test_context.py, where zero is 3, too.
+@pytest.mark.skipif(not ALL, reason="PHALANX_TEST_ALL is not set")
 def test_longer_runs_compile_nothing_more(tokens: Path, tmp_path: Path) -> None:
     for counts in run_ranks(compilations, 2, run=str(tmp_path), data=str(tokens), shares=[5, 3]):
         assert len(counts) == STEPS

@@ -47,7 +47,6 @@ def test_it_is_another_curve_that_learns_as_much(rounded: Outcome, alone: Outcom
             (4, {"parallel__zero": 2, "parallel__shard_degree": 4}),
         ],
         0,
-        3,
     ),  # others in tests/dist/test_compression.py
 )
 def test_any_ranks_of_a_node(

@@ -18,8 +18,9 @@ from tests.numerics import runs
 from tests.numerics.runs import Outcome, distance, farthest, walk
 
 # The first steps of the same curve. An evaluation would compile all once more.
-SHORT = {} if ALL else {"train__steps": 4, "train__eval_sequences": 0}
-CONTEXT: dict[str, Any] = {"model__attention_dropout": 0.1, "train__micro_batch": 4}
+SHORT = {} if ALL else {"train__steps": 3, "train__eval_sequences": 0}
+LENGTH = runs.STEPS if ALL else 4
+CONTEXT: dict[str, Any] = {"model__attention_dropout": 0.1, "train__micro_batch": 4, "train__steps": LENGTH}
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +39,13 @@ def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[d
 CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"balance__context": [3, 1], "parallel__context_by": "ring", "parallel__zero": 1}),
     (4, {"parallel__context": 2, "balance__context": [3, 1], "parallel__context_by": "ring", "parallel__pipeline": 2,
-         "train__micro_batch": 1, "parallel__zero": 2} | SHORT),
+         "train__micro_batch": 2, "parallel__zero": 2} | SHORT),
     (4, {"parallel__context": 2, "balance__context": [3, 1], "parallel__context_by": "gather", "parallel__tensor": 2,
-         "parallel__sequence_parallel": True, "data__isolate_documents": True} | SHORT),
+         "parallel__sequence_parallel": True, "data__isolate_documents": True, "train__micro_batch": 8} | SHORT),
 ]  # fmt: skip
 KILLED: dict[str, Any] = {
-    "parallel__context": 3, "balance__context": [5, 2, 1], "parallel__context_by": "gather", "parallel__zero": 3,
-    "data__isolate_documents": True, "train__micro_batch": 8, "checkpoint__every": 4,
+    "parallel__context": 2, "balance__context": [5, 3], "parallel__context_by": "gather", "parallel__zero": 3,
+    "data__isolate_documents": True, "train__micro_batch": 8, "checkpoint__every": 1,
 }  # fmt: skip
 MORE: list[tuple[int, dict[str, Any]]] = [
     (2, {"balance__context": [3, 1], "parallel__context_by": "gather", "data__isolate_documents": True,
@@ -93,11 +94,11 @@ def test_a_killed_run_has_the_curve_of_one_process(
     tokens: Path, tmp_path: Path, alone: Callable[[dict[str, Any]], Outcome]
 ) -> None:
     run = tmp_path
-    kill: dict[str, Any] = {"step": 5, "number": signal.SIGKILL, "ranks": [2]}
+    kill: dict[str, Any] = {"step": 3, "number": signal.SIGKILL, "ranks": [1]}
     dotted = {key.replace("__", "."): value for key, value in (CONTEXT | KILLED).items()}
-    codes = run_ranks(train_with_signal, 3, restarts=1, run=str(run), data=str(tokens), changes=dotted, **kill)
-    assert codes == [0] * 3
-    assert [event["step"] for event in runs.events(run, EventKind.RESUMED)] == [4]
+    codes = run_ranks(train_with_signal, 2, restarts=1, run=str(run), data=str(tokens), changes=dotted, **kill)
+    assert codes == [0] * 2
+    assert [event["step"] for event in runs.events(run, EventKind.RESUMED)] in ([1], [2])  # whole by then
     assert_same(runs.outcome(run), alone(KILLED))
 
 
@@ -125,16 +126,12 @@ def compilations(placement: Placement, run: str, data: str, changes: dict[str, A
 def test_blocks_are_compiled_around_the_exchange(
     by: str, tokens: Path, tmp_path: Path, alone: Callable[[dict[str, Any]], Outcome]
 ) -> None:
-    changes = (
-        KILLED
-        | SHORT
-        | {"model__layers": 1, "parallel__context_by": by, "train__compile": True, "memory__activations": "full"}
-    )
-    changes |= {"parallel__context": 2, "balance__context": [3, 1]}
+    """Once for all blocks, whose parameters have memory only while they are used (zero 3)."""
+    changes = KILLED | SHORT | {"parallel__context_by": by, "train__compile": True, "memory__activations": "full"}
     dotted = {key.replace("__", "."): value for key, value in (CONTEXT | changes).items()}
     for counts in run_ranks(compilations, 2, 240, run=str(tmp_path), data=str(tokens), changes=dotted):
-        assert counts[0] > 1  # the loss's chunk is one
-        assert counts[-1] == counts[2]
+        assert 1 < counts[0] <= 6  # the loss's chunk is one, and both blocks share theirs
+        assert counts[-1] == counts[1]
     assert_same(runs.outcome(tmp_path), alone(changes))
 
 
@@ -152,10 +149,10 @@ def test_compiled_blocks_have_the_curve_of_one_process(
 def assert_same(many: Outcome, one: Outcome) -> None:
     """`many`, or its first steps, and what came of it."""
     steps = len(many.losses)
-    assert len(one.losses) == runs.STEPS and steps >= 4
+    assert len(one.losses) == LENGTH and steps >= 3
     assert farthest(many.losses, one.losses[:steps]) < 1e-9
     assert farthest(many.norms, one.norms[:steps]) < 1e-9
-    if steps == runs.STEPS:
+    if steps == LENGTH:
         assert distance(many.state, one.state, "param") < 1e-9
         for at, loss in one.evaluations.items():
             assert abs(many.evaluations[at] - loss) < 1e-9 * loss

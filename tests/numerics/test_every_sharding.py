@@ -21,7 +21,7 @@ from phalanx.optim.torch_optimizers import make_torch_rule
 from tests.dist.engine_cases import ADAMW, DECAY, FLOAT64, WIDTH, Batch, Driven, Net, Twin, batches
 from tests.helpers import ALL, cover, run_ranks, some
 
-STEPS = 50 if ALL else 6
+STEPS = 50 if ALL else 4
 CLIP = 55.0  # less than the first norms and more than some of the others
 MOMENTUM = 0.9
 FLOAT32 = Precision(torch.float32, torch.float32)
@@ -100,7 +100,7 @@ def parameters_apart(driven: Driven) -> float:
     return math.sqrt(apart / sum(float(other.double().square().sum()) for other in wanted.values()))
 
 
-@pytest.mark.parametrize(("ranks", "exact"), some(cover([1, 2, 3, 4, 5], [True, False]), 0, 1, 2, 4))
+@pytest.mark.parametrize(("ranks", "exact"), some(cover([1, 2, 3, 4, 5], [True, False]), 0, 1, 2))
 def test_every_way_is_that_of_one_process(ranks: int, exact: bool) -> None:
     tolerance = 1e-9 if exact else 1e-6
     for found in run_ranks(ways, ranks, timeout_s=280, exact=exact):

@@ -23,21 +23,23 @@ from tests.helpers import ALL, run_ranks, some
 from tests.numerics import runs
 from tests.numerics.runs import Outcome, distance, farthest, walk
 
+STEPS = 3 if ALL else 2
 # Two ranks of the tensor axis have whole tiles of 128 x 128 of each matrix.
 WIDE: dict[str, Any] = {
     "model": {"hidden": 192, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 128, "intermediate": 256,
               "vocab_size": runs.VOCAB, "dropout": 0.1},
-    "train__fp8": "block", "train__steps": 3, "train__eval_sequences": 4, "optim__decay_steps": 3,
+    "train__fp8": "block", "train__steps": STEPS, "train__eval_sequences": 12, "optim__decay_steps": 3,
 }  # fmt: skip
 LAYOUTS: list[tuple[int, list[int] | None, dict[str, Any]]] = [
-    (1, None, {"train__micro_batch": 3}),
-    (2, [5, 3], {"train__micro_batch": 2, "parallel__zero": 3, "balance__optimizer_state": [1, 2]}),
-    (3, [5, 2, 1], {"memory__activations": "full"}),
+    (2, [5, 3], {"train__micro_batch": 2, "parallel__zero": 3, "balance__optimizer_state": [1, 2],
+                 "memory__activations": "full"}),
     (2, None, {"parallel__tensor": 2, "parallel__sequence_parallel": True}),
     (2, None, {"parallel__pipeline": 2, "train__micro_batch": 2}),
     (2, None, {"parallel__context": 2, "parallel__context_by": "ring", "balance__context": [5, 3]}),
-]
+]  # fmt: skip
 MORE: list[tuple[int, list[int] | None, dict[str, Any]]] = [
+    (1, None, {"train__micro_batch": 3}),
+    (3, [5, 2, 1], {"memory__activations": "full"}),
     (4, None, {"parallel__tensor": 2, "parallel__pipeline": 2, "train__micro_batch": 4}),
     (2, [7, 1], {"parallel__zero": 1, "optim__double_buffer": True}),
     (2, [4, 4], {"parallel__engine": "fsdp2"}),
@@ -45,43 +47,38 @@ MORE: list[tuple[int, list[int] | None, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def alone(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
     """One rank, all rows at once."""
-    return walk(1, tmp_path_factory.mktemp("alone"), tokens, **WIDE)
+    run = tmp_path_factory.mktemp("alone")
+    return walk(1, run, tokens, **WIDE), run
 
 
 @pytest.mark.parametrize(("ranks", "shares", "changes"), LAYOUTS + (MORE if ALL else []))
 def test_any_division_computes_the_same(
-    ranks: int, shares: list[int] | None, changes: dict[str, Any], alone: Outcome, tokens: Path, tmp_path: Path
+    ranks: int, shares: list[int] | None, changes: dict[str, Any], alone: Any, tokens: Path, tmp_path: Path
 ) -> None:
-    found = walk(ranks, tmp_path / "run", tokens, shares, **WIDE | changes)
-    assert farthest(found.losses, alone.losses) < 1e-9
-    assert farthest(found.norms, alone.norms) < 1e-9
-    assert distance(found.state, alone.state, "param") < 1e-9
+    """So are the ranges of inputs: of two evaluations the first batch is watched, and what both ranks of a tensor axis
+    are given counts once."""
+    whole, of_whole = alone
+    found = walk(ranks, tmp_path, tokens, shares, **WIDE | changes)
+    assert farthest(found.losses, whole.losses) < 1e-9
+    assert farthest(found.norms, whole.norms) < 1e-9
+    assert distance(found.state, whole.state, "param") < 1e-9
+    for what, values in ranges_of(of_whole).items():
+        assert ranges_of(tmp_path)[what] == pytest.approx(values, rel=1e-9)
 
 
 def ranges_of(run: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = runs.events(run, "evaluated")[-1]["fp8"]
+    assert len(found["largest"]) == 2 and min(found["largest"]) > 1 and 0 < max(found["zero"]) < 0.01
     return found
 
 
-def test_the_ranges_of_inputs_are_those_of_any_division(tokens: Path, tmp_path: Path) -> None:
-    """Of two evaluations the first batch is watched: its largest input, and what rounds to zero. What both ranks of a
-    tensor axis are given counts once."""
-    small = {"train__steps": 1, "train__eval_sequences": 12, "train__compile": False}
-    whole = tmp_path / "whole"
-    walk(1, whole, tokens, **WIDE | small)
-    wanted = ranges_of(whole)
-    assert len(wanted["largest"]) == 2 and min(wanted["largest"]) > 1 and 0 < max(wanted["zero"]) < 0.01
-    for axis in ("pipeline", "tensor"):
-        walk(2, tmp_path / axis, tokens, **WIDE | small | {f"parallel__{axis}": 2, "train__micro_batch": 2})
-        found = ranges_of(tmp_path / axis)
-        assert found["largest"] == pytest.approx(wanted["largest"], rel=1e-9)
-        assert found["zero"] == pytest.approx(wanted["zero"], rel=1e-9)
-    if ALL:  # compiled blocks run as they are written meanwhile
-        compiled = tmp_path / "compiled"
-        walk(1, compiled, tokens, **WIDE | small | {"train__compile": True})
-        assert ranges_of(compiled)["largest"] == pytest.approx(wanted["largest"], rel=1e-9)
+@pytest.mark.skipif(not ALL, reason="PHALANX_TEST_ALL is not set")
+def test_compiled_blocks_have_the_same_ranges(alone: tuple[Outcome, Path], tokens: Path, tmp_path: Path) -> None:
+    """They run as they are written meanwhile."""
+    walk(1, tmp_path, tokens, **WIDE | {"train__compile": True})
+    assert ranges_of(tmp_path)["largest"] == pytest.approx(ranges_of(alone[1])["largest"], rel=1e-9)
 
 
 class Blocks(Model):
@@ -108,18 +105,18 @@ def test_what_an_outlier_makes_zero_is_counted() -> None:
     assert ranges.describe(alone) == {"largest": [2.0**20, 0.0], "zero": [127 / (3 * 256 - 56), 0.0]}
 
 
-def test_it_is_in_effect(alone: Outcome, tokens: Path, tmp_path: Path) -> None:
+def test_it_is_in_effect(alone: tuple[Outcome, Path], tokens: Path, tmp_path: Path) -> None:
     wide = walk(1, tmp_path / "run", tokens, **WIDE | {"train__fp8": "none"})
-    assert 1e-5 < farthest(wide.losses, alone.losses) < 0.02
+    assert 1e-5 < farthest(wide.losses, alone[0].losses) < 0.02
 
 
 EXPERTS: dict[str, Any] = WIDE | {
+    "train__eval_sequences": 4,
     "model": WIDE["model"] | {"dropout": 0.0, "intermediate": 160}, "model__architecture": "mixtral",
     "model__moe": {"experts": 4, "experts_per_token": 2, "balance": "step_before"},
 }  # fmt: skip
 DIVIDED: dict[str, Any] = {"parallel__expert": 2, "balance__experts": [3, 1], "train__micro_batch": 1}
 DIVISIONS: list[tuple[int, list[int], dict[str, Any]]] = [
-    (2, [5, 3], {"train__micro_batch": 2}),
     (
         2,
         [5, 3],
@@ -128,6 +125,7 @@ DIVISIONS: list[tuple[int, list[int], dict[str, Any]]] = [
     ),
 ]
 MORE_DIVISIONS: list[tuple[int, list[int], dict[str, Any]]] = [
+    (2, [5, 3], {"train__micro_batch": 2}),
     (4, [3, 1, 0, 4], DIVIDED | {"parallel__zero": 3, "memory__activations": "full"}),
     (3, [1, 4, 3], {"parallel__expert": 3, "parallel__zero": 2, "memory__activations": "selective"}),
     (4, [5, 3], DIVIDED | {"parallel__context": 2, "parallel__context_by": "ring", "balance__context": [3, 1]}),
@@ -163,13 +161,16 @@ def test_gathers_in_fp8_change_no_bit(dtype: str, divided: bool, tokens: Path, t
     """ZeRO 3 sends the weights of blocks in a byte an element, ZeRO 2 in the compute type; of experts that are divided
     each of two copies sends its part of them, and the scales of tiles that both have a part of agree. Four ranks add up
     gradients in another order, as buckets differ."""
-    changes = EXPERTS | DIVIDED | {"model__layers": 1} if divided else WIDE
+    changes = EXPERTS | DIVIDED | {"model__layers": 1} if divided else WIDE | {"train__eval_sequences": 4}
     changes |= {"train__micro_batch": 2, "checkpoint__every": 2}
     changes |= {"train__dtype": dtype, "train__steps": 2, "optim__clip_norm": None}
     changes["balance__optimizer_state"] = [1, 2] * (1 + divided)
-    ranks, shares = (4, [2, 2, 2, 2]) if divided else (2, [5, 3])
+    ranks, shares = (4, [2, 2, 2, 2]) if divided else (2, [4, 4])
     kept = walk(ranks, tmp_path / "zero2", tokens, shares, **changes | {"parallel__zero": 2})
-    found = walk(ranks, tmp_path / "zero3", tokens, shares, **changes | {"parallel__zero": 3})
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    dotted |= {"parallel.zero": 3, "balance.batch": shares}
+    gathers = run_ranks(count_gathers, ranks, run=str(tmp_path / "zero3"), data=str(tokens), changes=dotted)
+    found = runs.outcome(tmp_path / "zero3")
     if divided:
         assert farthest(found.losses, kept.losses) < 1e-12
         assert distance(found.state, kept.state, "param") < 1e-12
@@ -177,6 +178,11 @@ def test_gathers_in_fp8_change_no_bit(dtype: str, divided: bool, tokens: Path, t
     assert found.losses == kept.losses
     assert found.evaluations == kept.evaluations
     assert all(torch.equal(found.state[name], value) for name, value in kept.state.items())
+    assert gathers[0] == gathers[1]
+    assert dtype == "fp64" or all(elements == size for elements, size in gathers[0])
+    matrices = 2 * 7 * 192 * 256  # of two blocks
+    # Each before the forward and the backward pass of two micro-batches in two steps, and before an evaluation.
+    assert sum(elements for elements, _ in gathers[0]) == matrices * (2 * 2 * 2 + 1)
 
 
 def count_gathers(placement: Placement, run: str, data: str, changes: dict[str, Any]) -> list[list[int]]:
@@ -204,17 +210,6 @@ def test_weights_that_custom_code_may_read_are_gathered_as_they_are() -> None:
         built_in, own = Llama(spec), Own(spec)
     assert len(fp8.find_fp8_weights(built_in, built_in.blocks())) == 2 * 7
     assert fp8.find_fp8_weights(own, own.blocks()) == []
-
-
-def test_a_gather_sends_a_byte_an_element(tokens: Path, tmp_path: Path) -> None:
-    changes = {key.replace("__", "."): value for key, value in WIDE.items()}
-    changes |= {"train.dtype": "bf16", "train.micro_batch": 2, "parallel.zero": 3, "train.steps": 2}
-    found = run_ranks(count_gathers, 2, run=str(tmp_path / "run"), data=str(tokens), changes=changes)
-    assert found[0] == found[1]
-    assert all(elements == size for elements, size in found[0])
-    matrices = 2 * 7 * 192 * 256  # of two blocks
-    # Each before the forward and the backward pass of two micro-batches in two steps, and before an evaluation.
-    assert sum(elements for elements, _ in found[0]) == matrices * (2 * 2 * 2 + 1)
 
 
 # ------------------------------------------------------------------------------------------- one layer, other scales

@@ -30,12 +30,13 @@ BASE: dict[str, Any] = {
     "train__fp8": "delayed", "train__fp8_history": 2, "train__steps": STEPS, "optim__decay_steps": STEPS,
 }  # fmt: skip
 LAYOUTS: list[tuple[int, list[int] | None, dict[str, Any]]] = [
-    (3, [5, 2, 1], {"train__micro_batch": 2, "parallel__zero": 3, "balance__optimizer_state": [1, 2, 1]}),
     (2, None, {"parallel__tensor": 2, "parallel__sequence_parallel": True, "memory__activations": "full"}),
     (2, None, {"parallel__pipeline": 2, "train__micro_batch": 2}),
     (2, None, {"parallel__context": 2, "parallel__context_by": "ring", "balance__context": [5, 3]}),
 ]
+SHARDED: dict[str, Any] = {"train__micro_batch": 2, "parallel__zero": 3, "balance__optimizer_state": [1, 2, 1]}
 MORE: list[tuple[int, list[int] | None, dict[str, Any]]] = [
+    (3, [5, 2, 1], SHARDED),
     (1, None, {"train__micro_batch": 3, "memory__activations": "selective"}),
     (2, [0, 8], {"parallel__zero": 1}),
     (2, [7, 1], {"parallel__zero": 2, "optim__double_buffer": True}),
@@ -124,7 +125,7 @@ def test_local_maxima_would_be_seen(alone: Any, tokens: Path, tmp_path: Path) ->
 
 
 def test_a_killed_run_goes_on_with_the_same_history(tokens: Path, tmp_path: Path) -> None:
-    changes = {key.replace("__", "."): value for key, value in BASE.items()} | {"checkpoint.every": 2}
+    changes = {key.replace("__", "."): value for key, value in BASE.items()} | {"checkpoint.every": 1}
     kill: dict[str, Any] = {"step": 3, "number": signal.SIGKILL, "ranks": [1]}
     run = str(tmp_path / "killed")
     assert run_ranks(
@@ -132,16 +133,19 @@ def test_a_killed_run_goes_on_with_the_same_history(tokens: Path, tmp_path: Path
     ) == [0, 0]  # fmt: skip
     whole = walk(2, tmp_path / "whole", tokens, **BASE)
     killed = runs.outcome(Path(run))
-    assert [event["step"] for event in runs.events(Path(run), EventKind.RESUMED)] == [2]
+    assert [event["step"] for event in runs.events(Path(run), EventKind.RESUMED)] in ([1], [2])  # whole by then
     assert killed.losses == whole.losses and same_bits(killed.state, whole.state)
     assert history(Path(run)) == history(tmp_path / "whole")
 
 
 def test_a_checkpoint_is_read_by_another_number_of_ranks(alone: Any, tokens: Path, tmp_path: Path) -> None:
     walk(1, tmp_path, tokens, **BASE | {"train__steps": 3})
-    found = walk(3, tmp_path, tokens, [4, 1, 3], **BASE | {"parallel__zero": 3})
+    found = walk(3, tmp_path, tokens, [4, 1, 3], **BASE | SHARDED)
     whole, of_whole = alone()
     assert farthest(found.losses, whole.losses) < 1e-9
+    assert farthest(found.norms, whole.norms) < 1e-9
+    assert distance(found.state, whole.state, "param") < 1e-9
+    assert clipped(tmp_path) == clipped(of_whole)
     assert history(tmp_path) == history(of_whole)
 
 
@@ -151,6 +155,7 @@ def test_experts_compute_the_same_on_any_division(tokens: Path, tmp_path: Path) 
     changes = BASE | {"model__architecture": "mixtral", "model__moe": experts}
     whole = walk(1, tmp_path / "whole", tokens, **changes)
     divisions: list[tuple[int, list[int], dict[str, Any]]] = [
+        (2, [5, 3], {"parallel__expert": 2, "balance__experts": [3, 1], "train__micro_batch": 2}),
         (2, [5, 3], {"train__micro_batch": 2}),
         (4, [3, 1, 0, 4], {"parallel__expert": 2, "balance__experts": [3, 1], "train__micro_batch": 2}),
         (2, [5, 3], {"parallel__expert": 2, "balance__experts": [0, 1], "parallel__zero": 3, "train__micro_batch": 2}),
@@ -161,7 +166,7 @@ def test_experts_compute_the_same_on_any_division(tokens: Path, tmp_path: Path) 
         ),
         (2, [5, 3], {"parallel__expert": 2, "train__compile": True, "memory__activations": "full"}),
     ]
-    for number, (ranks, shares, more) in enumerate(divisions if ALL else divisions[:2]):
+    for number, (ranks, shares, more) in enumerate(divisions if ALL else divisions[:1]):
         run = tmp_path / str(number)
         found = walk(ranks, run, tokens, shares, **changes | more)
         assert farthest(found.losses, whole.losses) < 1e-9

@@ -33,7 +33,7 @@ OFFLOADED: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"parallel__engine": "single"}),
     "fsdp2 bf16": (2, {"parallel__engine": "fsdp2", "train__dtype": "bf16"}),
     "zero 1": (2, {"parallel__zero": 1}),
-    "zero 2": (2, {"parallel__zero": 2, "train__micro_batch": 1}),
+    "zero 2": (2, {"parallel__zero": 2}),
     "zero 3 fp32": (2, {"parallel__zero": 3, "train__dtype": "fp32"}),
 }
 
@@ -41,13 +41,12 @@ OFFLOADED: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", some(OFFLOADED, 0, 1, 3))
 def test_inputs_that_waited_on_the_host_give_the_same_bits(case: str, tokens: Path, tmp_path: Path) -> None:
     ranks, how = OFFLOADED[case]
-    asked = {"train__steps": 4, "train__micro_batch": 2, "model__layers": 3, "train__eval_every": 2} | how
-    kept, full, moved = (
+    asked = {"train__steps": 3, "train__micro_batch": 2, "model__layers": 3, "train__eval_every": 2} | how
+    kept, moved = (
         walk(ranks, tmp_path / mode, tokens, **asked, memory__activations=mode, memory__offload_prefetch_blocks=1)
-        for mode in ("none", "full", "offload")
+        for mode in ("none", "offload")
     )
-    assert moved.losses == full.losses == kept.losses
-    assert same_bits(moved.state, full.state)
+    assert moved.losses == kept.losses
     assert same_bits(moved.state, kept.state)
 
 
@@ -196,7 +195,7 @@ def test_gradients_in_bf16_are_accumulated_in_fp32(tokens: Path, tmp_path: Path)
     sums = {name: 0.1 * grad for name, grad in sums.items()}  # 1 - beta1
     in_bf16 = {name: grad.bfloat16() for name, grad in sums.items()}
     rounding = distance(in_bf16, sums, "exp_avg")
-    for ranks in (1, 3):
+    for ranks in (1, 2):
         run_ranks(first_moments, ranks, run=str(tmp_path / f"{ranks}"), data=str(tokens))
         found = {k: v for k, v in runs.state(tmp_path / f"{ranks}").items() if k.startswith("exp_avg/")}
         apart = distance(found, sums, "exp_avg")

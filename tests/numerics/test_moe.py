@@ -15,7 +15,7 @@ from tests.helpers import ALL
 from tests.numerics.runs import Outcome, farthest, same_bits, walk
 from tests.numerics.test_rank_layout import assert_same
 
-STEPS = 6 if ALL else 4
+STEPS = 6 if ALL else 3
 EXPERTS = {"experts": 5, "experts_per_token": 2, "balance_weight": 0.5, "z_loss": 0.01}
 BASE: dict[str, Any] = {
     "model__architecture": "mixtral", "train__steps": STEPS, "optim__decay_steps": STEPS,
@@ -41,7 +41,7 @@ BALANCES = {
 }
 BIAS = {
     "model__architecture": "deepseek_v3", "model__latent": [0, 12, 4, 6], "model__kv_heads": 4,
-    "model__moe": EXPERTS | {"balance": "bias", "bias_rate": 0.004},
+    "model__moe": EXPERTS | {"balance": "bias", "bias_rate": 0.004}, "train__steps": max(4, STEPS),
 }  # fmt: skip
 
 
@@ -64,10 +64,10 @@ def run_divided(name: str, balance: str, tokens: Path, run: Path) -> Outcome:
     return walk(ranks, run, tokens, shares, masked=True, **keys_of(balance), **more)
 
 
-@pytest.mark.parametrize("balance", [*BALANCES, "bias"] if ALL else ["step_before", "group", "bias"])
+@pytest.mark.parametrize("balance", [*BALANCES, "bias"] if ALL else ["step_before", "bias"])
 def test_any_division_walks_one_curve(balance: str, tokens: Path, tmp_path: Path) -> None:
     whole = walk(1, tmp_path / "whole", tokens, masked=True, **keys_of(balance))
-    for number, name in enumerate(DIVISIONS if ALL else ["micro-batch 1", "5, 2, 1"]):
+    for number, name in enumerate(DIVISIONS if ALL else ["5, 2, 1"]):
         if name == "stages" and balance in ("step", "group"):
             continue
         found = run_divided(name, balance, tokens, tmp_path / str(number))
@@ -78,7 +78,11 @@ def test_any_division_walks_one_curve(balance: str, tokens: Path, tmp_path: Path
     if balance == "bias":
         kept = decode_table(loads(tmp_path / "whole"), torch.zeros(2, 5, dtype=torch.float64), BIAS_KEY)
         moves = (kept / 0.004).round()
-        assert torch.allclose(kept, moves * 0.004) and len(moves.unique()) > 2 and moves.abs().max() <= STEPS
+        assert (
+            torch.allclose(kept, moves * 0.004)
+            and len(moves.unique()) > 2
+            and moves.abs().max() <= BIAS["train__steps"]
+        )
         for layer, row in enumerate(kept):
             assert torch.equal(whole.state[f"param/layers.{layer}.mlp.router.correction"], row)
 
@@ -100,12 +104,12 @@ def test_what_experts_are_balanced_by_matters(tokens: Path, tmp_path: Path) -> N
     assert len({round(loss, 7) for loss in curves.values()}) == len(curves)
 
 
-@pytest.mark.parametrize("balance", ["step_before", "bias"])
-def test_a_resumed_run_has_the_same_loads(balance: str, tokens: Path, tmp_path: Path) -> None:
-    changes = keys_of(balance)
-    whole = walk(2, tmp_path / "whole", tokens, [5, 3], **changes)
-    walk(2, tmp_path / "torn", tokens, [5, 3], **changes | {"train__steps": 2})
-    torn = walk(2, tmp_path / "torn", tokens, [5, 3], **changes)
+@pytest.mark.parametrize(("balance", "shares"), [("step_before", [5, 3]), ("bias", [5, 3] if ALL else [8])])
+def test_a_resumed_run_has_the_same_loads(balance: str, shares: list[int], tokens: Path, tmp_path: Path) -> None:
+    changes, ranks = keys_of(balance), len(shares)
+    whole = walk(ranks, tmp_path / "whole", tokens, shares, **changes)
+    walk(ranks, tmp_path / "torn", tokens, shares, **changes | {"train__steps": 2})
+    torn = walk(ranks, tmp_path / "torn", tokens, shares, **changes)
     assert torn.losses == whole.losses
     assert same_bits(torn.state, whole.state)
     assert loads(tmp_path / "torn") == loads(tmp_path / "whole") is not None

@@ -1,5 +1,6 @@
 """An optimizer class and a schedule in files of the user's: one curve on any shards, checked before the start."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.helpers import run_ranks
 from tests.numerics import runs
 from tests.numerics.runs import distance, farthest
 
-STEPS = 8
+STEPS = 6
 CODE = """
 import torch
 
@@ -114,18 +115,18 @@ def breaks(step):
     return 1 / (step - 1)
 """
 CASES = {
-    "Lion": {"optim.beta2": 0.99, "optim.lr": 2e-3, "optim.weight_decay": 0.1, "optim.schedule": "saw"},
+    "Lion": {"optim.beta2": 0.99, "optim.lr": 3e-3, "optim.weight_decay": 0.1, "optim.schedule": "saw"},
     "RowScaled": {"optim.options": {"decay": 0.95}, "optim.lr": 3e-3},
     "Normed": {"optim.lr": 3e-2},
 }
 LAYOUTS = {"Lion": (2, [3, 1]), "RowScaled": (3, [1, 4]), "Normed": (2, [3, 1])}  # zero, shares of the state
 
 
-def train(placement: Placement, folder: str, data: str, layout: dict[str, dict[str, Any]]) -> list[int]:
-    """The run of every case on these ranks, in a folder of its own."""
+def train(placement: Placement, folder: str, data: str, layouts: list[dict[str, dict[str, Any]]]) -> list[int]:
+    """The run of every case on these ranks, in a folder of its own, in which the next layout goes on."""
     codes = []
     with join(placement, 60) as mesh:
-        for name, given in CASES.items():
+        for layout, (name, given) in itertools.product(layouts, CASES.items()):
             changes = given | {
                 "optim.name": f"{folder}/own.py:{name}",
                 "train.steps": STEPS,
@@ -145,14 +146,13 @@ def train(placement: Placement, folder: str, data: str, layout: dict[str, dict[s
 def test_each_granularity_walks_the_curve_of_one_rank(tokens: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CODE)
     arguments: dict[str, Any] = {"folder": str(tmp_path), "data": str(tokens)}
-    run_ranks(train, 1, layout={}, **arguments)
+    run_ranks(train, 1, layouts=[{}], **arguments)
     uneven = {
         name: {"parallel.zero": zero, "balance.optimizer_state": state} for name, (zero, state) in LAYOUTS.items()
     }
-    run_ranks(train, 2, layout=uneven, **arguments)
+    run_ranks(train, 2, layouts=[uneven], **arguments)
     thirds = {"Normed": {"parallel.zero": 3}, "Lion": {"train.steps": STEPS // 2}}
-    run_ranks(train, 3, layout=thirds, **arguments)
-    run_ranks(train, 3, layout={}, **arguments)  # Lion continues from its checkpoint
+    run_ranks(train, 3, layouts=[thirds, {}], **arguments)  # Lion continues from its checkpoint
     for name in CASES:
         alone = runs.outcome(tmp_path / f"1-{name}")
         assert alone.losses[-1] < alone.losses[0] - 0.05, name

@@ -37,7 +37,7 @@ def test_the_curve_learns_and_clips_now_and_then(alone: Outcome) -> None:
     assert len(alone.evaluations) == 1
 
 
-@pytest.mark.parametrize("ranks", some([2, 3, 5], 0, 2))
+@pytest.mark.parametrize("ranks", some([2, 3, 5], 1))
 def test_ranks_in_float64(ranks: int, alone: Outcome, tokens: Path, tmp_path: Path) -> None:
     assert_same(walk(ranks, tmp_path, tokens), alone)
 
@@ -47,37 +47,37 @@ def test_both_engines_on_one_rank(alone: Outcome, tokens: Path, tmp_path: Path) 
 
 
 def test_ranks_that_have_nothing_to_do(tokens: Path, tmp_path: Path) -> None:
-    # Two sequences on three ranks: one of them contributes weight 0 to every step, and still takes part in it.
-    few: dict[str, Any] = {"train__global_batch": 2, "train__micro_batch": 2, "train__steps": 6}
-    assert_same(walk(3, tmp_path / "three", tokens, **few), walk(1, tmp_path / "one", tokens, **few))
+    # One sequence on two ranks: one of them contributes weight 0 to every step, and still takes part in it.
+    few: dict[str, Any] = {"train__global_batch": 1, "train__micro_batch": 1, "train__steps": 4}
+    assert_same(walk(2, tmp_path / "two", tokens, **few), walk(1, tmp_path / "one", tokens, **few))
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_tied_embeddings_and_other_clipping(clip: float | None, tokens: Path, tmp_path: Path) -> None:
-    changes = {"model__tie_embeddings": True, "optim__clip_norm": clip, "train__steps": 6}
+    changes = {"model__tie_embeddings": True, "optim__clip_norm": clip, "train__steps": 4}
     one = walk(1, tmp_path / "one", tokens, **changes)
-    assert_same(walk(3, tmp_path / "three", tokens, **changes), one)
+    assert_same(walk(2, tmp_path / "two", tokens, **changes), one)
     assert not any("head.weight" in name for name in one.state)
 
 
-@pytest.mark.parametrize("micro_batch", [2, 3])
+@pytest.mark.parametrize("micro_batch", some([2, 3], 1))
 def test_accumulation(micro_batch: int, alone: Outcome, tokens: Path, tmp_path: Path) -> None:
     # 2: four micro-batches; 3: three, of 3, 3 and 2 sequences.
     assert_same(walk(1, tmp_path, tokens, train__micro_batch=micro_batch), alone)
 
 
-@pytest.mark.parametrize("shares", [[5, 2, 1], [0, 0, 8]])
+@pytest.mark.parametrize("shares", some([[5, 2, 1], [0, 0, 8], [0, 8]], 0, 2))
 def test_unequal_shares_with_accumulation(shares: list[int], alone: Outcome, tokens: Path, tmp_path: Path) -> None:
-    assert_same(walk(3, tmp_path, tokens, shares=shares, train__micro_batch=3), alone)
+    assert_same(walk(len(shares), tmp_path, tokens, shares=shares, train__micro_batch=3), alone)
 
 
 def test_labels_that_count_for_nothing(tokens: Path, tmp_path: Path) -> None:
     # Steps and ranks then weigh something else each: the mean is one of labels, not of ranks or micro-batches.
-    one = walk(1, tmp_path / "one", tokens, masked=True, train__steps=6)
+    one = walk(1, tmp_path / "one", tokens, masked=True, train__steps=4)
     weights = [record["tokens"] for record in read_steps(RunPaths(tmp_path / "one").metrics)]
     assert min(weights) < max(weights) < 8 * 16
-    for name, ranks, shares in some([("even", 3, None), ("uneven", 3, [5, 2, 1])], 1):
-        other = walk(ranks, tmp_path / name, tokens, masked=True, shares=shares, train__micro_batch=2, train__steps=6)
+    for name, ranks, shares in some([("even", 3, None), ("three", 3, [5, 2, 1]), ("two", 2, [5, 3])], 2):
+        other = walk(ranks, tmp_path / name, tokens, masked=True, shares=shares, train__micro_batch=2, train__steps=4)
         assert_same(other, one)
 
 
@@ -86,7 +86,7 @@ def alone_in_fp32(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Out
     return walk(1, tmp_path_factory.mktemp("alone-fp32"), tokens, train__dtype="fp32")
 
 
-@pytest.mark.parametrize("ranks", some([2, 3, 5], 1))
+@pytest.mark.parametrize("ranks", some([2, 3, 5], 0))
 def test_the_curve_in_fp32(ranks: int, alone_in_fp32: Outcome, tokens: Path, tmp_path: Path) -> None:
     other = walk(ranks, tmp_path, tokens, train__dtype="fp32")
     apart = farthest(other.losses, alone_in_fp32.losses)
@@ -106,7 +106,7 @@ def test_first_gradients_in_fp32(tokens: Path, tmp_path: Path) -> None:
         ("three", 3, {"train__micro_batch": 2}),
         ("five", 5, {}),
     ]
-    for name, ranks, changes in some(ways, 0, 2, 4):  # others in test_any_division.py
+    for name, ranks, changes in some(ways, 0, 2):  # others in test_any_division.py
         other = walk(ranks, tmp_path / name, tokens, **one_step, train__dtype="fp32", **changes)
         apart = distance(other.state, exact.state, "exp_avg")
         print(f"{name}: gradients in fp32 are {apart:.1e} of their norm from those in float64")

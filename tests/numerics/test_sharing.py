@@ -28,7 +28,7 @@ from tests.numerics.runs import STEPS, Outcome, events, job, loop_of, on_one_thr
 from tests.numerics.test_rank_layout import assert_same
 
 PAUSE_S = 0.01  # for a sequence, at speed 1
-LENGTH = 30 if ALL else 3
+LENGTH = 30 if ALL else 2
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def few(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return walk(1, tmp_path_factory.mktemp("few"), tokens, train__steps=LENGTH)
 
 
-@pytest.mark.parametrize("proportions", some([[2, 1], [3, 1, 1], [5, 2, 0]], 2))
+@pytest.mark.parametrize("proportions", some([[2, 1], [3, 1, 1], [5, 2, 0]], 0))
 def test_given_shares(proportions: list[int], alone: Outcome, tokens: Path, tmp_path: Path) -> None:
     shares = balance.scale_division(8, Division(tuple(proportions), 1), [8] * len(proportions)).shares
     assert_same(walk(len(shares), tmp_path, tokens, shares=shares, train__micro_batch=5), alone)
@@ -84,7 +84,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("way", some(WAYS, 0, 2, 3, 4, 6, 7))
+@pytest.mark.parametrize("way", some(WAYS, 0, 3, 4, 7))
 def test_a_rank_runs_only_its_own_micro_batches_where_nothing_travels_in_one(
     way: str, few: Outcome, tokens: Path, tmp_path: Path
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_rank_runs_only_its_own_micro_batches_where_nothing_travels_in_one(
     ("keys", "size", "shares", "by_rank"),
     some(
         [
-            ({"tensor": 2}, 1, [7, 1], [7, 7, 1, 1]),
+            ({"tensor": 2}, 1, [5, 3], [5, 5, 3, 3]),
             # What fits is not measured there, so that a small share is not made a larger micro-batch than it would be.
             ({"tensor": 2}, 3, [5, 3], [2, 2, 2, 2]),
             ({"pipeline": 2}, 1, [7, 1], [7, 1, 7, 1]),
@@ -190,7 +190,7 @@ class Paced(Task):
     def stop(self) -> None: ...
 
 
-AUTO = {"balance.batch": "auto", "train.steps": 16, "checkpoint.every": 6}
+AUTO = {"balance.batch": "auto", "train.steps": 12, "checkpoint.every": 6}
 
 
 def paced(placement: Placement, run: str, data: str, pauses: list[list[float]], changes: dict[str, Any]) -> list[Any]:
@@ -217,7 +217,7 @@ def forget_behind(run: Path, step: int) -> None:
 
 
 def test_shares_follow_the_speeds_and_are_walked_again_as_they_were(tokens: Path, tmp_path: Path) -> None:
-    one = walk(1, tmp_path / "one", tokens, train__steps=16)
+    one = walk(1, tmp_path / "one", tokens, train__steps=12)
     # Rank 1 needs three times as long; from step 8 on it is rank 0, and rank 1 is as fast as it was.
     pauses = [[PAUSE_S] * 7 + [3 * PAUSE_S], [3 * PAUSE_S] * 7 + [PAUSE_S]]
     run = tmp_path / "two"
@@ -232,8 +232,7 @@ def test_shares_follow_the_speeds_and_are_walked_again_as_they_were(tokens: Path
     assert {event["parts"] for event in told} == {1}
     assert all(event["before_s"] > event["after_s"] > 0 for event in told)
     changes = [(step + 1, now) for step, (before, now) in enumerate(itertools.pairwise(shares), 1) if now != before]
-    decided = [(event["step"], event["shares"]) for event in told if event["step"] <= 16]
-
+    decided = [(event["step"], event["shares"]) for event in told if event["step"] <= 12]
     assert decided == changes
 
     # Killed behind step 6 and started again, with speeds that would have called for other shares.
@@ -243,10 +242,9 @@ def test_shares_follow_the_speeds_and_are_walked_again_as_they_were(tokens: Path
     second = walk_paced(2, again, tokens, [[4 * PAUSE_S], [PAUSE_S]])
     assert second.losses == first.losses
     assert second.norms == first.norms
-    for step in (12, 16):
-        assert same_bits(state(again, step), state(run, step)), step
+    assert same_bits(state(again, 12), state(run, 12))
     repeated = [
-        (event["step"], event["shares"]) for event in events(again, EventKind.WORK_REBALANCED) if event["step"] <= 16
+        (event["step"], event["shares"]) for event in events(again, EventKind.WORK_REBALANCED) if event["step"] <= 12
     ]
     assert repeated == decided  # and none of it was written twice
     assert len(events(again, EventKind.WORK_SPLIT)) == 1
@@ -260,9 +258,10 @@ def test_shares_follow_the_speeds_and_are_walked_again_as_they_were(tokens: Path
 def test_measured_speeds_are_followed_where_only_one_sequence_fits(tokens: Path, tmp_path: Path) -> None:
     """Rank 1 needs three times as long for one: it gets a third, and is done at the same time. Started again behind
     step 6, in the midst of it, the run is walked again bit by bit, whatever the speeds are then."""
-    one = walk(1, tmp_path / "one", tokens, train__steps=16)
+    one = walk(1, tmp_path / "one", tokens, train__steps=8)
     run, again = tmp_path / "two", tmp_path / "again"
-    first = walk_paced(2, run, tokens, [[PAUSE_S], [3 * PAUSE_S]], train__micro_batch=1)
+    few = {"train__micro_batch": 1, "train__steps": 8}
+    first = walk_paced(2, run, tokens, [[PAUSE_S], [3 * PAUSE_S]], **few)
     assert_same(first, one)
     records = read_steps(RunPaths(run).metrics)
     assert [records[0]["shares"], records[0]["parts"]] == [[4, 4], 4]
@@ -271,9 +270,9 @@ def test_measured_speeds_are_followed_where_only_one_sequence_fits(tokens: Path,
 
     shutil.copytree(run, again)
     forget_behind(again, 6)
-    second = walk_paced(2, again, tokens, [[PAUSE_S], [PAUSE_S]], train__micro_batch=1)
+    second = walk_paced(2, again, tokens, [[PAUSE_S], [PAUSE_S]], **few)
     assert (second.losses, second.norms) == (first.losses, first.norms)
-    assert same_bits(state(again, 16), state(run, 16))
+    assert same_bits(state(again, 8), state(run, 8))
 
 
 def test_a_rank_that_got_nothing_can_come_back(tokens: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.core.errors import PhalanxError
 from phalanx.core.placement import Placement
-from tests.helpers import run_ranks, some
+from tests.helpers import ALL, run_ranks, some
 from tests.numerics import runs
 from tests.numerics.runs import distance, farthest, same_bits, walk
 
@@ -21,21 +21,21 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", some(RULES, 0, 2, 3))
 def test_any_ranks_walk_the_curve_of_one(rule: str, tokens: Path, tmp_path: Path) -> None:
     changes = {"train__steps": 6, "optim__name": rule} | RULES[rule]
     alone = walk(1, tmp_path / "1", tokens, **changes)
-    three = walk(3, tmp_path / "3", tokens, **changes)
+    other = walk(3 if ALL or rule == "adamw8bit" else 2, tmp_path / "other", tokens, **changes)
     kinds = sorted({name.partition("/")[0] for name in alone.state})
-    apart = {kind: distance(three.state, alone.state, kind) for kind in kinds}
+    apart = {kind: distance(other.state, alone.state, kind) for kind in kinds}
     print(rule, apart)
-    assert max(farthest(three.losses, alone.losses), *apart.values()) < 1e-9
+    assert max(farthest(other.losses, alone.losses), *apart.values()) < 1e-9
     assert len(kinds) == {"sgd": 2}.get(rule, 3)
     assert alone.losses[-1] < alone.losses[0] - 0.1
 
 
 def test_moments_in_8_bits_are_those_of_one_process_wherever_experts_are(tokens: Path, tmp_path: Path) -> None:
-    changes = WIDE | {"train__steps": 4, "optim__name": "adamw8bit", "model__architecture": "mixtral"}
+    changes = WIDE | {"train__steps": 3, "optim__name": "adamw8bit", "model__architecture": "mixtral"}
     changes["model__moe"] = {"experts": 5, "experts_per_token": 2}
     alone = walk(1, tmp_path / "1", tokens, **changes)
     more = {"parallel__expert": 2, "balance__experts": [4, 1], "train__micro_batch": 2}
@@ -44,11 +44,11 @@ def test_moments_in_8_bits_are_those_of_one_process_wherever_experts_are(tokens:
     assert max(farthest(two.losses, alone.losses), *apart) < 1e-9
 
 
-@pytest.mark.parametrize(("rule", "ranks"), some([("adamw8bit", 1), ("adamw8bit", 2), ("sgd", 1)], 1, 2))
+@pytest.mark.parametrize(("rule", "ranks"), some([("adamw8bit", 1), ("adamw8bit", 2), ("sgd", 1)], 1))
 def test_resumed_is_bitwise_the_undisturbed(rule: str, ranks: int, tokens: Path, tmp_path: Path) -> None:
-    changes = {"optim__name": rule, "train__dtype": "bf16"} | RULES[rule] | {"train__steps": 6}
+    changes = {"optim__name": rule, "train__dtype": "bf16"} | RULES[rule] | {"train__steps": 4}
     whole = walk(ranks, tmp_path / "whole", tokens, **changes)
-    walk(ranks, tmp_path / "cut", tokens, **changes | {"train__steps": 3})
+    walk(ranks, tmp_path / "cut", tokens, **changes | {"train__steps": 2})
     cut = walk(ranks, tmp_path / "cut", tokens, **changes)
     assert cut.losses == whole.losses
     assert same_bits(cut.state, whole.state)
