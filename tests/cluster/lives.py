@@ -27,9 +27,9 @@ from phalanx.elastic.supervisor.meeting_host import MeetingHost
 from phalanx.recovery import shared_memory
 from phalanx.recovery.replica_client import SOCKET
 from phalanx.system.fork import fork
-from tests.helpers import run_ranks, wait_until
+from tests.helpers import ALL, run_ranks, wait_until
 
-STEPS = 36
+STEPS = 36 if ALL else 24
 RECIPE = """
 model: {hidden: 16, layers: 1, heads: 2, intermediate: 32, dropout: 0.1}
 data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cache: cache}
@@ -50,7 +50,7 @@ from phalanx.models.llama import Llama
 
 class Model(Llama):
     def forward(self, *inputs, **named):
-        time.sleep(0.05)
+        time.sleep(0.15)
         return super().forward(*inputs, **named)
 """
 

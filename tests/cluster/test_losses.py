@@ -74,15 +74,15 @@ def test_a_node_0_that_is_stopped_as_the_others_become_members_stops_them_too(pl
 def test_a_run_shrinks_and_takes_the_node_back_when_it_returns(place: Path, lost: int) -> None:
     run = f"shrunk-{lost}"
     lives = [[life()], [life()]]
-    lives[lost] = [life(end=10), life(begin=20)]
+    lives[lost] = [life(end=10), life(begin=16)]
     # The node that is left waits between its steps, so that it still trains when the other one is back.
-    slow = "slow:rank=0,attempt=2,step=1,steps=100,factor=20"
-    ended = train(place, run, lives, 2, "train.steps=100", "--inject", slow)
+    slow = "slow:rank=0,attempt=2,step=1,steps=60,factor=20"
+    ended = train(place, run, lives, 2, "train.steps=60", "--inject", slow)
     assert [each[-1][0] for each in ended] == [0, 0], ended
     worlds = [event["world"] for event in events(place / run, EventKind.RUN_STARTED)]
     assert worlds == [2, 1, 2]
     assert curve(place / run)[: 2 * STEPS] == pytest.approx(curve(place / "calm"), rel=1e-9)
-    assert len(curve(place / run)) == 200
+    assert len(curve(place / run)) == 2 * 60
     (joined,) = [event for event in events(place / run, EventKind.NODE_JOINED) if event["attempt"] > 1]
     assert joined["node"] == lost
 
@@ -123,14 +123,15 @@ def test_a_leader_that_is_started_again_at_once_comes_back(place: Path) -> None:
 @pytest.mark.parametrize("spares", [1, 0] if ALL else [1])
 def test_a_node_that_is_to_be_left_is_left_and_no_step_is_lost(place: Path, spares: int) -> None:
     run = f"drained-{spares}"
-    watched = life(end=10) | {"asked": ["1", "drain"]}
-    ended = train(place, run, [[watched], [life()], *[[life()]] * spares], 2)
+    watched = life(end=6) | {"asked": ["1", "drain"]}
+    slow = "slow:rank=0,step=6,steps=18,factor=10"  # until somebody has read it
+    ended = train(place, run, [[watched], [life()], *[[life()]] * spares], 2, "--inject", slow)
     assert [each[-1][0] for each in ended] == [0] * (2 + spares), ended
     warnings = [event["message"] for event in events(place / run, EventKind.WARNING)]
     assert any(said.startswith("node 1 (") and "will be drained (its fan is loud)" in said for said in warnings), (
         warnings
     )
-    assert [event["step"] for event in events(place / run, EventKind.RESUMED)][-1] >= 10
+    assert [event["step"] for event in events(place / run, EventKind.RESUMED)][-1] >= 6
     if spares:
         assert state(place / run) == state(place / "calm")
     assert curve(place / run) == pytest.approx(curve(place / "calm"), rel=1e-9)
@@ -138,7 +139,7 @@ def test_a_node_that_is_to_be_left_is_left_and_no_step_is_lost(place: Path, spar
 
 def test_a_rank_that_hangs_on_another_node_is_named_and_no_node_is_lost(place: Path) -> None:
     """Rank 1 is stopped while rank 0, on node 0, waits for it; then rank 0 sleeps, and rank 1 waits."""
-    planned = ["freeze:rank=1,step=10", "hang:rank=0,step=20,attempt=2"]
+    planned = ["freeze:rank=1,step=10", "hang:rank=0,step=16,attempt=2"]
     ended = train(place, "hung", [[life()], [life()]], 2, "resilience.hang_timeout_s=4", "--inject", "; ".join(planned))
     assert [each[-1][0] for each in ended] == [0, 0], ended
     assert state(place / "hung") == state(place / "calm")
@@ -146,8 +147,8 @@ def test_a_rank_that_hangs_on_another_node_is_named_and_no_node_is_lost(place: P
     frozen, hung = events(place / "hung", EventKind.WORKER_DIED)
     assert (frozen["rank"], frozen["type"], frozen["step"]) == (1, "Hang", 10)
     assert "stopped by a signal, while rank 0 waits in" in frozen["reason"]
-    assert (hung["rank"], hung["type"], hung["step"]) == (0, "Hang", 20)
-    assert "in forward of step 20, while rank 1 waits in" in hung["reason"]
+    assert (hung["rank"], hung["type"], hung["step"]) == (0, "Hang", 16)
+    assert "in forward of step 16, while rank 1 waits in" in hung["reason"]
     incidents = events(place / "hung", EventKind.INCIDENT)
     assert [each["done"] for each in incidents] == ["all ranks restart"] * 2
     paths = RunPaths(place / "hung")

@@ -64,7 +64,7 @@ def test_a_deleted_pod_is_replaced_and_the_run_goes_on(
         pods.until(cluster, lambda: "waiting" in late.said())
         assert cluster.follows(late.delete()) == "Count"
         pair = [cluster.create(0), cluster.create(1)]
-        pods.until(cluster, lambda: step(place) >= 20)
+        pods.until(cluster, lambda: step(place) >= 6)
         assert pair[1].shared()
         code = pair[1].delete()
         assert (code, cluster.follows(code)) == (ExitCode.UNHEALTHY, "Count")
@@ -73,7 +73,7 @@ def test_a_deleted_pod_is_replaced_and_the_run_goes_on(
         assert not pair[1].shared()
         pods.until(cluster, lambda: events(run, EventKind.NODE_JOINED))
         joined = step(place)
-        pods.until(cluster, lambda: step(place) > joined + 5)
+        pods.until(cluster, lambda: step(place) > joined + 2)
         os.kill(pair[0].first(), signal.SIGTERM)
         assert [pod.wait() for pod in pair] == [ExitCode.STOPPED] * 2, pair[0].said()
         over = read_start_outcomes(RunPaths(run))

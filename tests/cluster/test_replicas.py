@@ -70,7 +70,8 @@ def test_a_node_is_lost_and_its_replica_goes_to_the_spare(place: Path, lost: int
     print(f"from the loss of node {lost} to the next step: {incident['seconds']:.2f} s")
 
 
-@pytest.mark.parametrize("whose", [0, 1] if ALL else [1])
+@long
+@pytest.mark.parametrize("whose", [0, 1])
 def test_a_keeper_is_killed_and_the_run_goes_on_with_another(place: Path, whose: int) -> None:
     run = f"keeper-{whose}"
     ended = train(place, run, [[life(end=10) | {"keeper": whose}], [life()]], 2)
@@ -114,7 +115,8 @@ def uneven(place: Path) -> Path:
     return place / "uneven"
 
 
-@pytest.mark.parametrize("lost", [[1], [1, 2]] if ALL else [[1, 2]])
+@long
+@pytest.mark.parametrize("lost", [[1], [1, 2]])
 def test_two_nodes_that_are_lost_at_once_take_the_run_back_to_the_disk_and_one_does_not(
     place: Path, uneven: Path, lost: list[int]
 ) -> None:

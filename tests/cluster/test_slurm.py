@@ -241,9 +241,9 @@ def test_what_slurm_itself_does_with_a_job_is_not_done_again(
 ) -> None:
     """Who is asked to stop saves within the time that Slurm gives it. A job that its user has cancelled by Slurm's own
     command does not come back, and one that Slurm puts into the queue again comes back once."""
-    words = [*LONG, "--until-done", "--run-dir", "run", "-p", "one"]
+    words = [*LONG, f"slurm.python={warm.python}", "--until-done", "--run-dir", "run", "-p", "one"]
     assert phalanx(cluster, warm, place, "launch", "recipe.yaml", *words).returncode == 0
-    until(cluster, place, lambda: step(place) > 5)
+    until(cluster, place, lambda: step(place) > 2)
     cluster.run(*ended.split())
     until(cluster, place, lambda: kinds(place).count(EventKind.STOPPED) == 1)
     until(cluster, place, lambda: job(cluster).over or job(cluster).restarts == 1, 60)

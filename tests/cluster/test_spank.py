@@ -64,7 +64,7 @@ def test_a_step_of_one_task_a_node_survives_the_death_of_a_rank(
     """On HyperPod a software crash ends the step; here its ranks start again, and the step is done."""
     place = command.write_place(tmp_path)
     (place / "slow.py").write_text(SLOW_MODEL)
-    words = ["-m", "phalanx", "train", "recipe.yaml", "--run-dir", "run", "train.steps=40", "checkpoint.every=3", SLOW]
+    words = ["-m", "phalanx", "train", "recipe.yaml", "--run-dir", "run", "train.steps=16", "checkpoint.every=3", SLOW]
     step = cluster.start("srun", "-N2", "--auto-resume=1", str(warm.python), *words, folder=place)
     paths = RunPaths(place / "run")
     try:
@@ -76,7 +76,7 @@ def test_a_step_of_one_task_a_node_survives_the_death_of_a_rank(
     assert step.returncode == 0, out
     kinds = [event["kind"] for event in read_lines(paths.events)]
     assert kinds.count(EventKind.WORKER_DIED) == kinds.count(EventKind.RESUMED) == kinds.count(EventKind.FINISHED) == 1
-    assert read_steps(paths.metrics)[-1]["step"] == 40
+    assert read_steps(paths.metrics)[-1]["step"] == 16
 
 
 def rank_of(place: Path, rank: int) -> int:

@@ -27,16 +27,17 @@ from tests.cluster.warm_nodes import WarmNodes
 from tests.dist import command
 from tests.helpers import run_ranks, wait_until
 
+STEPS = 24
 RECIPE = """
 model: {hidden: 16, layers: 1, heads: 2, intermediate: 32, dropout: 0.1}
 data: {source: text.jsonl, tokenizer_vocab: 280, seq_len: 8, held_out: 0.3, cache: cache}
-train: {steps: 24, global_batch: 6, micro_batch: 2, eval_sequences: 4, dtype: fp64}
+train: {steps: STEPS, global_batch: 6, micro_batch: 2, eval_sequences: 4, dtype: fp64}
 optim: {lr: 1e-2}
 balance: {batch: even}
 checkpoint: {every: 6}
 comm: {timeout_s: 60}
 report: {tensorboard: false}
-"""
+""".replace("STEPS", str(STEPS))
 SECRET = "the secret of two machines"
 
 
@@ -113,16 +114,21 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_two_machines_that_meet_in_a_folder_walk_the_curve_of_one(wired: Networks, place: Path) -> None:
-    """In a layout that node 0 has chosen for all devices."""
-    ended = train(wired, place, "by-file", f"file://{place}/meet", (2, 1), "parallel.layout=auto")
+    """In a layout that node 0 has chosen for all devices, though a rank of the other machine is killed."""
+    asked = ["parallel.layout=auto", "--inject", "kill:rank=2,step=23"]
+    ended = train(wired, place, "by-file", f"file://{place}/meet", (2, 1), *asked)
     assert [code for code, _, _ in ended] == [0, 0], ended
-    assert len(curve(place / "by-file")) == 2 * 24
+    assert len(curve(place / "by-file")) == 2 * STEPS
     assert curve(place / "by-file") == pytest.approx(curve(place / "one"), rel=1e-12)
     assert "node 1 of 2: attempt 1 started: rank 2 of 3 here" in ended[1][1]
     assert "node 1 of 2: the run is done" in ended[1][1]
     assert not (place / "meet").exists()
     assert not (place / "by-file" / ".sign").exists()
-    (started,) = events(place / "by-file", EventKind.RUN_STARTED)
+    (died,) = events(place / "by-file", EventKind.WORKER_DIED)
+    assert (died["rank"], died["signal"]) == (2, "SIGKILL")
+    (resumed,) = events(place / "by-file", EventKind.RESUMED)
+    assert resumed["step"] in (21, 22)  # the newest that all had committed
+    started = events(place / "by-file", EventKind.RUN_STARTED)[0]
     assert (started["world"], len(started["hosts"])) == (3, 2)
     (planned,) = events(place / "by-file", EventKind.LAYOUT_CHOSEN)
     assert planned["keys"]["parallel.tensor"] == planned["keys"]["parallel.pipeline"] == 1
@@ -147,9 +153,11 @@ def test_one_command_on_each_machine_measures_all_devices(wired: Networks, place
     ]
     assert known.link is not None
     run = ["train", "recipe.yaml", "--run-dir", "measured", "balance.hardware=both.json", "balance.batch=measured-once"]
-    ended = both(wired, place, [*run, "train.steps=2"], f"file://{place}/meet", (1, 2))
+    ended = both(wired, place, [*run, "train.steps=2"], f"tcp://{wired.addresses[0]}:29511", (1, 2))
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert not events(place / "measured", EventKind.MEASURING)
+    assert SECRET not in json.dumps(ended)
+    assert not [path for path in (place / "measured").rglob("*") if path.is_file() and SECRET in _text(path)]
 
 
 def test_nodes_of_unlike_commands_do_not_fit(wired: Networks, place: Path) -> None:
@@ -162,19 +170,6 @@ def test_nodes_of_unlike_commands_do_not_fit(wired: Networks, place: Path) -> No
     assert "the command is 'phalanx train' on node 1" in ended[1][2]
     assert "node 1 of 2 did not arrive within 3 s" in ended[0][2]
     assert [code for code, _, _ in ended] == [ExitCode.FAILED, ExitCode.CONFIG]
-
-
-def test_a_rank_killed_on_the_other_machine_changes_nothing(wired: Networks, place: Path) -> None:
-    meet = f"tcp://{wired.addresses[0]}:29511"
-    ended = train(wired, place, "killed", meet, (1, 2), "--inject", "kill:rank=2,step=11")
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    assert curve(place / "killed") == pytest.approx(curve(place / "one"), rel=1e-12)
-    (died,) = events(place / "killed", EventKind.WORKER_DIED)
-    assert (died["rank"], died["signal"]) == (2, "SIGKILL")
-    (resumed,) = events(place / "killed", EventKind.RESUMED)
-    assert resumed["step"] in (9, 10)  # the newest that all had committed
-    assert SECRET not in json.dumps(ended)
-    assert not [path for path in (place / "killed").rglob("*") if path.is_file() and SECRET in _text(path)]
 
 
 def _text(path: Path) -> str:
