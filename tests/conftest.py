@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from tests.helpers import stop_zygote
+from tests.helpers import stop_zygote, without_waiting_for_disks
 
 if TYPE_CHECKING:
     from tests.stores import Faults, S3Server
@@ -37,6 +37,8 @@ sys.dont_write_bytecode = False
 
 # As CPU ranks do (`prefer_wakers` in phalanx/system/cpus.py): a third of what ranks compute on busy cores.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+without_waiting_for_disks()
 
 TESTS = Path(__file__).resolve().parent
 LONG = ("test_docs.py", "accelerator", "numerics", "dist", "gpu")  # what takes long, in this order

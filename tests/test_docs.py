@@ -7,9 +7,11 @@ Every fenced bash block is run as it stands, but smaller, unless a line `<!-- no
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,17 +20,18 @@ import click
 import pytest
 import typer
 
+from phalanx.autotune import measure
 from phalanx.cli import root
 from phalanx.config import explain, load
 from phalanx.config.schema import Config, iter_knobs
 from phalanx.core import faults, renamed
 from phalanx.core.json_lines import read_lines
-from phalanx.core.placement import ExitCode
+from phalanx.core.placement import ExitCode, Placement
 from phalanx.core.records import EventKind, ExpertStepRecord, read_steps
 from phalanx.core.run_paths import RunPaths
 from phalanx.models.families.catalog import PRESETS
 from phalanx.provision.config import build_config as build_cluster_config
-from tests.helpers import run_ranks
+from tests.helpers import ALL, run_ranks
 from tests.warm_shell import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +61,15 @@ OWN_RUN = [
     "train.steps=4", "train.global_batch=8", "train.micro_batch=4", "train.eval_sequences=8", "task.options={width: 4}",
 ]  # fmt: skip
 STEPS_FACTOR = 100  # a page's own train.steps is divided by this
+# Not with `make test-all`: other data than a recipe's own, and ranks that measure nothing before they begin.
+SMALL_DATA = [] if ALL else ["data.source=my/*.jsonl"]
+UNMEASURED = [] if ALL else ["balance.batch=even"]
+# A Python whose `-m phalanx` is forked as the pages' own commands are.
+PYTHON = """#!/bin/sh
+case "$*" in "-u -m phalanx "*) shift ;; esac
+case "$*" in "-m phalanx "*) shift 2; exec phalanx "$@" ;; esac
+exec {python} "$@"
+"""
 
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: NAMES[page])
 
@@ -315,10 +327,24 @@ def smaller(line: str) -> str:
     training = re.match(r"(.*phalanx (?:train|hardware|launch) \S+\.yaml)(.*)", line)
     if not training:
         return line
+    unmeasured = [] if "balance." in line else UNMEASURED
     if "digits.yaml" in line:  # a network and data of its own
-        return shlex.join([*shlex.split(training[1]), *OWN_RUN]) + training[2]
+        return shlex.join([*shlex.split(training[1]), *OWN_RUN, *unmeasured]) + training[2]
     shapes = [] if "from_hf" in line else SMALL_MODEL
-    return shlex.join([*shlex.split(training[1]), *shapes, *SMALL_RUN]) + training[2]
+    return shlex.join([*shlex.split(training[1]), *shapes, *SMALL_RUN, *SMALL_DATA, *unmeasured]) + training[2]
+
+
+def run_forking(placement: Placement, script: str, folder: str, settings: dict[str, str]) -> list[Any]:
+    """`run_script`, where what its commands start as `python -m phalanx` is forked, too, but with `make test-all`."""
+    if ALL:
+        return run_script(placement, script, folder, settings)
+    measure.LONG_BUDGET_S = measure.BUDGET_S
+    python = Path(folder, "python")
+    python.write_text(PYTHON.format(python=sys.executable))
+    python.chmod(0o755)
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    sys.executable = str(python)  # of this forked process alone, as is the budget
+    return run_script(placement, script, folder, settings | {"PYTHON_EXEC": str(python)})  # torchrun's name for it
 
 
 def run_page(page: Path, folder: Path) -> None:
@@ -326,7 +352,9 @@ def run_page(page: Path, folder: Path) -> None:
     settings = {"HOME": str(folder), "OMP_NUM_THREADS": "1"}  # HOME has the cache of token files
     for text in runnable(page):
         script = "\n".join(smaller(line) for line in command_lines(text))
-        code, printed = run_ranks(run_script, 1, timeout_s=240, script=script, folder=str(folder), settings=settings)[0]
+        code, printed = run_ranks(run_forking, 1, timeout_s=240, script=script, folder=str(folder), settings=settings)[
+            0
+        ]
         assert code == 0, f"{NAMES[page]}: exit code {code} of\n{script}\n{printed}"
 
 

@@ -24,7 +24,7 @@ from phalanx.core.run_paths import RunPaths
 from phalanx.elastic.node.agent import NodeJob, preload, run_local_job
 from phalanx.elastic.node.worker import STACKS_SIGNAL
 from phalanx.system.fork import die_with
-from tests.helpers import zygote_python
+from tests.helpers import without_waiting_for_disks, zygote_python
 
 ROOT = Path(__file__).resolve().parent.parent
 COLD = "PHALANX_TESTS_COLD" in os.environ
@@ -154,6 +154,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's; its end of the pipe says when to leave
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a module prints may mix with the replies
+    without_waiting_for_disks()
     if not COLD:
         warm_up()
     use_huge_pages()

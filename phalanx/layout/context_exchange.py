@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from phalanx.layout.context_slices import (
     ContextSlices,
@@ -57,6 +58,7 @@ def count_held_keys(by: str, parts: Sequence[float], length: int) -> int:
     return 2 * max(others, default=0) if by == "ring" else length - largest
 
 
+@lru_cache
 def choose_exchange(shape: AttentionShape, ranks: int, length: int) -> tuple[str, str]:
     """`parallel.context_by: auto` for rows of one document of `length` positions: the choice and its reason."""
     slices, even = slice_in_pairs(length, (1.0,) * ranks), (1.0,) * ranks

@@ -149,6 +149,7 @@ class _SimulatedJob:
         self.work_s = 0.0  # that the state holds, in seconds of all nodes
         self.most_s = 0.0  # the most ever reached: below this, steps are replayed
         self.since_s = 0.0  # of work since the last checkpoint
+        self.saved = 0  # step of the last checkpoint
         self.newest = 0  # commit that an ended attempt had
         self.base = 0  # a step that other nodes have, whatever its number: an attempt began after the newest with it
         self.lost: set[int] = set()  # lost nodes that are not noticed yet
@@ -273,8 +274,9 @@ class _SimulatedJob:
                 self.decide_on(supervisor_state.Tick(self.now))
 
     def finish_checkpoint(self) -> None:
+        """It is the supervisor's to know with its next event; nothing follows from it alone."""
         self.since_s = 0.0
-        self.decide_on(supervisor_state.StepsCommitted(self.now, _whole(self.work_s / self.scenario.step_s)))
+        self.saved = _whole(self.work_s / self.scenario.step_s)
 
     def fail(self, node: int, hard: bool, detect_s: float) -> None:
         """A failure: ranks make no progress, but the agents have yet to notice."""
@@ -338,6 +340,8 @@ class _SimulatedJob:
 
     def decide_on(self, event: supervisor_state.SupervisorEvent) -> None:
         """Have the supervisor decide, and carry it out."""
+        if self.saved > self.state.committed:
+            self.state, _ = decide(self.state, supervisor_state.StepsCommitted(self.now, self.saved))
         self.state, actions = decide(self.state, event)
         for action in actions:
             match action:
@@ -375,7 +379,7 @@ class _SimulatedJob:
         """Nodes report ready for a division: one node, or all together."""
         if node is None:
             *others, last = self.state.nodes
-            ready = tuple(replace(each, ready=division) for each in others)
+            ready = tuple(each if each.ready == division else replace(each, ready=division) for each in others)
             self.state = replace(self.state, nodes=(*ready, last))
             node = last.node
         self.decide_on(supervisor_state.NodeReady(self.now, node, division))

@@ -24,7 +24,7 @@ from tests.numerics.runs import Outcome
 # reads runs too late, in the other too early.
 EVERYTHING = "PHALANX_TEST_ACCELERATOR" in os.environ
 ORDERS = ("lazy", "main_last", "side_last", "random", "threads") if EVERYTHING else ("lazy", "main_last")
-STEPS = 20 if EVERYTHING else 8
+STEPS = 20 if EVERYTHING else 5
 paired = itertools.product if EVERYTHING else cover  # in `make test` each value of the factors once
 DONE = "reference"  # a file in the folder of a run that others may take for theirs
 RECIPE = {

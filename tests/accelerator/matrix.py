@@ -112,6 +112,15 @@ def cells(strength: int, orders: Sequence[str]) -> list[Cell]:
     return found
 
 
+def covering(cells: Sequence[Cell]) -> list[Cell]:
+    """Few of these in which each of their values occurs: again and again the one that has most of those left."""
+    left, found = set(itertools.chain(*cells)), list[Cell]()
+    while left:
+        found.append(max(cells, key=lambda cell: len(left & set(cell))))
+        left -= set(found[-1])
+    return found
+
+
 class _Search:
     """Looks for cells that have what is left of the goals."""
 

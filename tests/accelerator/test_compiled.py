@@ -11,6 +11,7 @@ import pytest
 from phalanx.core.placement import Placement
 from tests.accelerator.curves import EVERYTHING
 from tests.accelerator.device import needs_device, run_on_device
+from tests.helpers import some
 
 pytestmark = needs_device
 
@@ -41,7 +42,7 @@ CASES = [("llama", True), ("bert", False)]
 MORE = [("llama", False), ("qwen2", False), ("qwen2", True), ("lora", False), ("lora", True)]
 
 
-@pytest.mark.parametrize(("family", "packed"), CASES + MORE if EVERYTHING else CASES)
+@pytest.mark.parametrize(("family", "packed"), CASES + MORE if EVERYTHING else some(CASES, 0))
 def test_other_divisions_compile_nothing_anew_for_a_device(family: str, packed: bool) -> None:
     """Whole blocks: a break in one is an error, as where it is compiled for good."""
     ((first, last, alike),) = run_on_device(recompiled, family=family, packed=packed)

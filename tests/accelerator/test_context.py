@@ -14,6 +14,7 @@ from phalanx.layout.mesh_axes import MeshAxes
 from phalanx.parallel.context import ContextParallel, positions_of
 from tests.accelerator.device import needs_device, run_on_device
 from tests.dist.test_context import make_case, one_process
+from tests.helpers import some
 
 pytestmark = needs_device
 ROWS, LENGTH, WORDS = 3, 24, 11  # of what scripts for SageMaker's library share
@@ -48,7 +49,7 @@ def expected(by: str, rank: int) -> list[Tensor]:
     return one_process(rows, options, (q, k, v, grad))
 
 
-@pytest.mark.parametrize(("delay_ms", "collectives"), [(0, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("delay_ms", "collectives"), some([(0, True), (2, True), (2, False)], 1, 2))
 def test_attention_waits_for_what_other_ranks_send(delay_ms: float, collectives: bool) -> None:
     everyones = run_on_device(attend, 3, order="threads", delay_ms=delay_ms, collectives=collectives)
     for rank, found in enumerate(everyones):
@@ -86,7 +87,7 @@ def lose(placement: Placement) -> tuple[float, list[Any]]:
         return float(found.detach()), whole.grad.tolist()
 
 
-@pytest.mark.parametrize(("delay_ms", "collectives"), [(0, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("delay_ms", "collectives"), some([(0, True), (2, True), (2, False)], 1, 2))
 def test_the_loss_of_a_slice_is_of_labels_that_have_arrived(delay_ms: float, collectives: bool) -> None:
     everyones = run_on_device(lose, 3, order="threads", delay_ms=delay_ms, collectives=collectives)
     logits, labels = logits_and_labels()

@@ -16,7 +16,7 @@ from tests.helpers import some
 pytestmark = needs_device
 
 
-@pytest.mark.parametrize(("delay_ms", "collectives"), [(0, True), (2, True), (2, False)])
+@pytest.mark.parametrize(("delay_ms", "collectives"), some([(0, True), (2, True), (2, False)], 1, 2))
 def test_experts_wait_for_what_other_ranks_send(delay_ms: float, collectives: bool) -> None:
     everyones = run_on_device(
         run_divided, 3, order="threads", delay_ms=delay_ms, collectives=collectives, dtype="float32"
@@ -26,7 +26,7 @@ def test_experts_wait_for_what_other_ranks_send(delay_ms: float, collectives: bo
 
 @pytest.mark.parametrize(
     ("ranks", "zero", "tensor", "fp8"),
-    some([(2, 3, 1, "none"), (4, 1, 1, "none"), (4, 2, 2, "none"), (2, 1, 2, "none"), (4, 3, 1, "block")], 0, 2),
+    some([(2, 3, 1, "none"), (4, 1, 1, "none"), (4, 2, 2, "none"), (2, 1, 2, "none"), (4, 3, 1, "block")], 0),
 )
 def test_divided_experts_train_as_one_cpu_rank_does(
     ranks: int, zero: int, tensor: int, fp8: str, tokens: Path, tmp_path: Path

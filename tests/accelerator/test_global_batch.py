@@ -66,7 +66,7 @@ def test_experts_go_by_the_loads_of_all_ranks(balance: str, tokens: Path, tmp_pa
     if balance == "bias":
         model |= {"architecture": "deepseek_v3", "latent": [0, 12, 4, 6], "kv_heads": 4}
         model |= {"moe": experts | {"bias_rate": 0.1}}
-    changes = SHARDED | {"model": model, "train__micro_batch": 2}
+    changes = SHARDED | {"model": model, "train__micro_batch": 2, "train__steps": 2}
     how = {"order": "threads", "delay_ms": 2, "seed": 1}
     found = on_device(2, tmp_path / "run", tokens, how, **changes | {"parallel__zero": 3})
     assert_near(found, on_cpu(1, tmp_path / "cpu", tokens, **changes | {"parallel__engine": "single"}), 3e-7)

@@ -22,6 +22,7 @@ from phalanx.system import accelerator
 from phalanx.trainer.setup import find_kernel_differences
 from tests.accelerator.curves import References, assert_near, on_device, paired
 from tests.accelerator.device import needs_device, run_on_device
+from tests.helpers import ALL
 from tests.numerics import runs
 
 pytestmark = needs_device
@@ -129,6 +130,7 @@ def test_tensors_are_sent_from_where_their_group_takes_them() -> None:
     assert run_on_device(sent_from) == [["sim", "cpu"]]
 
 
+@pytest.mark.skipif(not ALL, reason="the matrix has each of these: make test-all")
 @pytest.mark.parametrize(
     ("places", "layout"),
     [each for each in paired(PLACES, LAYOUTS) if _is_allowed(*each)],

@@ -13,7 +13,8 @@ from tests.cluster.lives import curve, events, life, state
 from tests.dist import command
 
 pytestmark = needs_device
-SHORT = ["train.steps=20", "train.compile=false", "train.dtype=fp32"]
+STEPS = 12
+SHORT = [f"train.steps={STEPS}", "train.compile=false", "train.dtype=fp32"]
 
 
 def node(placement: Placement, **arguments: Any) -> Any:
@@ -32,7 +33,7 @@ def test_a_node_is_lost_and_every_bit_stays(tmp_path: Path) -> None:
         assert [each[-1][0] for each in ended] == ([0, -9, 0] if run == "lost" else [0, 0]), ended
 
     train("calm", [life()], [life()])
-    train("lost", [life()], [life(end=6)], [life()])
+    train("lost", [life()], [life(end=3)], [life()])
     (begun, *_) = events(tmp_path / "lost", EventKind.RUN_STARTED)
     assert begun["device"] == "sim"
     assert not [
@@ -40,5 +41,5 @@ def test_a_node_is_lost_and_every_bit_stays(tmp_path: Path) -> None:
     ]
     (told,) = events(tmp_path / "lost", EventKind.NODE_LOST)
     assert told["node"] == 1
-    assert state(tmp_path / "lost", 20) == state(tmp_path / "calm", 20)
+    assert state(tmp_path / "lost", STEPS) == state(tmp_path / "calm", STEPS)
     assert curve(tmp_path / "lost") == curve(tmp_path / "calm")

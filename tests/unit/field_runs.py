@@ -124,7 +124,7 @@ def walk(placement: Placement, changes: dict[str, Any], folder: Path, run: Path)
     run.mkdir()
     paths = RunPaths(run)
     answer = resolve_with_files(load.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
-    config = load.build_config(load.parse_yaml(answer["config"], "answer"), "answer")
+    config = load.from_yaml(answer["config"], "answer")
     run_folder.write_start(paths, config, answer["tokenizer"])
     job = make_training_job(answer, paths)
     # As on a machine so full that a rank gets one thread: threads that spin are slow where cores are busy.
@@ -163,7 +163,7 @@ def look(placement: Placement, changes: dict[str, Any], folder: Path) -> Seen:
     from phalanx.workload.workload import read_model_shape
 
     answer = resolve_with_files(load.to_yaml(configured(changes, folder)), ["cpu"], 1, 1, None)
-    config = load.build_config(load.parse_yaml(answer["config"], "answer"), "answer")
+    config = load.from_yaml(answer["config"], "answer")
     with join(placement, config.comm.timeout_s) as mesh:
         parts = build_components(config, read_model_shape(config), mesh, *token_folders(answer))
         materialize(parts.model, parts.engine, parts.starting_weights)

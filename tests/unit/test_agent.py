@@ -410,6 +410,16 @@ except KeyError as error:
     assert done.stdout == "'from on_idle' 2 [False, False]\n", done.stderr
 
 
+def test_the_end_of_the_job_is_not_waited_for() -> None:
+    done = in_own_process("""
+from phalanx.elastic.node import agent
+waits, real = [], agent.poll_descriptors
+agent.poll_descriptors = lambda descriptors, timeout_s: waits.append(timeout_s) or real(descriptors, timeout_s)
+print(run_local_job(NodeJob(1, lambda placement: 0)), waits[-1])
+""")
+    assert done.stdout == "0 0\n", done.stderr
+
+
 EARLY = """
 import dataclasses
 from phalanx.elastic.node import standby

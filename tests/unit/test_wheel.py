@@ -1,18 +1,22 @@
 """What is built for users: a source distribution that is the whole repository, and a wheel that works in any folder."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx.config import load
 from phalanx.core.errors import ConfigError
-from tests.helpers import ROOT
+from phalanx.core.placement import Placement
+from tests import warm_shell
+from tests.helpers import ALL, ROOT, run_ranks
 
 NOT_OURS = [".git", *(line.strip("/") for line in (ROOT / ".gitignore").read_text().split())]
 BUILD = "import sys; from setuptools import build_meta as build; print(getattr(build, sys.argv[1])(sys.argv[2]))"
@@ -69,17 +73,46 @@ def test_the_wheel_has_all_of_the_package_with_recipes_and_examples(distribution
     assert "phalanx/recipes/demo.yaml" in found and "phalanx/examples/sagemaker/small.py" in found
 
 
-def test_the_wheel_alone_runs_the_demo_in_an_empty_folder(distributions: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("A rank reads its share of the text and adds its part to the sum.\n" * 400)
-    alone = {"PYTHONPATH": str(distributions[1]), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+def test_the_wheel_alone_copies_a_recipe_into_an_empty_folder(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    alone = {"PYTHONPATH": str(distributions[1]), "HOME": str(tmp_path)}
     where = run(["-c", "import phalanx; print(phalanx.__file__)"], tmp_path, **alone)
     assert Path(where.strip()).is_relative_to(distributions[1])
-    shown = run(["-m", "phalanx", "demo", *SMALL], tmp_path, **alone)
+    run(["-m", "phalanx", "recipes", "copy", "demo"], tmp_path, **alone)
+    assert (tmp_path / "recipes" / "demo.yaml").read_bytes() == (ROOT / "recipes" / "demo.yaml").read_bytes()
+
+
+@pytest.mark.skipif(not ALL, reason="each of its commands starts Python: `make test-all` waits for that")
+def test_the_wheel_alone_runs_the_demo_in_an_empty_folder(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    write_text(tmp_path)
+    alone = {"PYTHONPATH": str(distributions[1]), "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    check_demo(run(["-m", "phalanx", "demo", *SMALL], tmp_path, **alone), tmp_path)
+
+
+def test_the_demo_in_miniature(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    code, shown = run_ranks(demo, 1, timeout_s=300, folder=str(tmp_path))[0]
+    assert code == 0, shown
+    check_demo(shown, tmp_path)
+
+
+def demo(placement: Placement, folder: str) -> list[Any]:
+    """[exit code, output] of the demo, whose commands are forked."""
+    python = Path(folder, "python")
+    python.write_text(f'#!/bin/bash\n[ "$1" = -m ] && exec "${{@:2}}"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    sys.executable = str(python)
+    return warm_shell.run_script(placement, shlex.join(["phalanx", "demo", *SMALL]), folder, {"OMP_NUM_THREADS": "1"})
+
+
+def write_text(folder: Path) -> None:
+    (folder / "text.txt").write_text("A rank reads its share of the text and adds its part to the sum.\n" * 400)
+
+
+def check_demo(shown: str, folder: Path) -> None:
     for text in ("about three minutes", "SIGKILL", "resumed from step", "loaded LlamaForCausalLM", "done in"):
         assert text in shown
-    assert (tmp_path / "recipes" / "demo.yaml").read_bytes() == (ROOT / "recipes" / "demo.yaml").read_bytes()
-    assert (tmp_path / "runs" / "demo" / "report.html").is_file()
-    assert (tmp_path / "runs" / "demo-export" / "model.safetensors").is_file()
+    assert (folder / "runs" / "demo" / "report.html").is_file()
+    assert (folder / "runs" / "demo-export" / "model.safetensors").is_file()
 
 
 # ------------------------------------------------------------------------------------------------ recipes and examples

@@ -170,7 +170,7 @@ def _attempt(agent: NodeAgent, number: int, assignment: NodeAssignment, signals:
 
 
 def _wait(agent: NodeAgent, signals: StopSignals) -> None:
-    ready = agent.has_start_order or agent.membership.has_messages
+    ready = agent.over is not None or agent.has_start_order or agent.membership.has_messages
     descriptors = {signals.fileno(): select.POLLIN, **agent.descriptors()}
     poll_descriptors(descriptors, 0 if ready else min(IDLE_S, agent.membership.due_s()))
     agent.poll_once()
