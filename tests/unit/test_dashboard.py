@@ -259,7 +259,7 @@ def test_curves_are_sent_in_parts_that_give_the_whole(tmp_path: Path) -> None:
     base, parts = -1, 0
     for at, line in enumerate(lines[1:]):
         append(*line)
-        if draw.random() < 0.02 or at == len(lines) - 2:
+        if draw.random() < 0.04 or at == len(lines) - 2:
             poller._poll()
             for name, data in poller.messages([run], sent) if draw.random() < 0.7 or at == len(lines) - 2 else []:
                 told = json.loads(data)
