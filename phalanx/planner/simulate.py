@@ -149,7 +149,7 @@ class _SimulatedJob:
         self.work_s = 0.0  # that the state holds, in seconds of all nodes
         self.most_s = 0.0  # the most ever reached: below this, steps are replayed
         self.since_s = 0.0  # of work since the last checkpoint
-        self.saved = 0  # step of the last checkpoint
+        self.saved = 0  # step of the last checkpoint, which the supervisor is told with its next event
         self.newest = 0  # commit that an ended attempt had
         self.base = 0  # a step that other nodes have, whatever its number: an attempt began after the newest with it
         self.lost: set[int] = set()  # lost nodes that are not noticed yet
@@ -186,9 +186,8 @@ class _SimulatedJob:
         """As a part of that of all nodes: fewer do less; one that is slow holds up all, or only does less itself."""
         seats, scenario = self.state.seats, self.scenario
         slow = sum(node in self.slowed for node in seats) if self.slowed else 0
-        alike = len(seats) / scenario.nodes
         share = slow / len(seats) if scenario.stragglers.shared else float(slow > 0)
-        return alike * (1 - share * (1 - scenario.stragglers.speed))
+        return len(seats) / scenario.nodes * (1 - share * (1 - scenario.stragglers.speed))
 
     def work_rates(self) -> tuple[float, float]:
         """(work, commits) in a second of the clock; a commit takes as long with fewer nodes."""
@@ -274,7 +273,6 @@ class _SimulatedJob:
                 self.decide_on(supervisor_state.Tick(self.now))
 
     def finish_checkpoint(self) -> None:
-        """It is the supervisor's to know with its next event; nothing follows from it alone."""
         self.since_s = 0.0
         self.saved = _whole(self.work_s / self.scenario.step_s)
 
@@ -290,14 +288,13 @@ class _SimulatedJob:
         self.after(detect_s, "noticed", (node, hard, self.state.attempt))
 
     def notice_failure(self, node: int, hard: bool, attempt: int) -> None:
+        self.keep_memory()
         if hard:
             self.slowed.pop(node, None)
-            self.keep_memory()
             self.lost.discard(node)
             self.decide_on(supervisor_state.NodeLost(self.now, node, "it is gone"))
         else:
             cause = supervisor_state.FailureCause(0, int(ExitCode.FAILED), f"a rank of node {node} was killed")
-            self.keep_memory()
             self.decide_on(supervisor_state.RanksEnded(self.now, node, attempt, int(ExitCode.FAILED), cause))
         self.all_end(ExitCode.FAILED)
 

@@ -77,9 +77,8 @@ def decide(state: JobState, event: SupervisorEvent) -> Decision:
             # A node that joins while ranks run has older state, which is stale if they return to an earlier step.
             if state.phase == JobPhase.RUNNING and event.node not in state.seats:
                 return state, []
-            return replace(
-                state, nodes=tuple(replace(n, held=event.held) if n.node == event.node else n for n in state.nodes)
-            ), []
+            nodes = tuple(replace(n, held=event.held) if n.node == event.node else n for n in state.nodes)
+            return replace(state, nodes=nodes), []
         case NodeUnfit():
             return state, [DropNode(event.node, event.why, event.code)]
         case DivisionPrepared():
@@ -99,9 +98,8 @@ def decide(state: JobState, event: SupervisorEvent) -> Decision:
             if state.phase in (JobPhase.RUNNING, JobPhase.ENDING):
                 return state, []  # the ranks hear of it too, and end
             if state.phase == JobPhase.READYING and has_unsaved_step(state) and not state.stop.saving:
-                return replace(
-                    state, stop=replace(state.stop, saving=True)
-                ), []  # what a failure has left in memory is saved first
+                # What a failure has left in memory is saved first.
+                return replace(state, stop=replace(state.stop, saving=True)), []
             return _finish(state, ExitCode.STOPPED, f"stopped by {state.stop.signal}")
         case NodeLeaving():
             return _on_node_leaving(state, event)
