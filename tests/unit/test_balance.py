@@ -70,7 +70,7 @@ def up_to_eight(fixed_s: float) -> st.SearchStrategy[list[Speed]]:
     return st.lists(speed, min_size=1, max_size=8)
 
 
-@settings(max_examples=400 if ALL else 100, deadline=None)
+@settings(max_examples=400 if ALL else 50, deadline=None)
 @given(total=st.integers(0, 12), speeds=speeds_strategy, part_s=st.sampled_from([0.0, 0.2, 5.0]))
 @example(total=12, speeds=[Speed(1.0, most=1), Speed(1.0), Speed(1.0)], part_s=0.0)
 @example(total=12, speeds=[Speed(1.0, 3.0, 1), Speed(0.25, 0.0, 3)], part_s=0.0)
@@ -83,7 +83,7 @@ def test_no_division_is_faster(total: int, speeds: list[Speed], part_s: float) -
     assert found == pytest.approx(best, rel=1e-8), division
 
 
-@settings(max_examples=150 if ALL else 37, deadline=None)
+@settings(max_examples=150 if ALL else 20, deadline=None)
 @given(
     total=st.integers(0, 60) | st.integers(0, 400),
     speeds=up_to_eight(fixed_s=5.0),
@@ -173,7 +173,7 @@ def best_apart(total: int, speeds: list[Speed]) -> float:
     )
 
 
-@settings(max_examples=400 if ALL else 100, deadline=None)
+@settings(max_examples=400 if ALL else 50, deadline=None)
 @given(total=st.integers(0, 12), speeds=speeds_strategy)
 @example(total=12, speeds=[Speed(1.0, 3.0, 1), Speed(0.25, 0.0, 3)])
 @example(total=9, speeds=[Speed(1.0, 0.5, 2), Speed(1.0, 3.0, 5), Speed(40.0, most=1)])

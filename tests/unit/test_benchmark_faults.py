@@ -2,7 +2,6 @@
 
 import argparse
 import random
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +16,6 @@ from benchmarks import faulty_runs, heartbeats
 from benchmarks.faulty_runs import CHANGING, OUTSIDE, STEPS, Outcome, Plan, Strike
 from phalanx.core import faults
 from phalanx.core.faults import KINDS
-from tests.helpers import ROOT
 
 INSIDE = KINDS.keys() - {"node-down"}  # for which an agent is killed from outside
 
@@ -111,8 +109,10 @@ def test_gaps_are_counted() -> None:
     assert found["longest, s"] == pytest.approx(0.55)
 
 
-def test_an_agent_that_is_alone_has_nobody_to_be_heard_by() -> None:
-    command = [sys.executable, "benchmarks/heartbeats.py", "--nodes", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "--nodes is at least 2" in done.stderr
+def test_an_agent_that_is_alone_has_nobody_to_be_heard_by(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["heartbeats.py", "--nodes", "1"])
+    with pytest.raises(SystemExit, match="2"):
+        heartbeats.main()
+    assert "--nodes is at least 2" in capsys.readouterr().err

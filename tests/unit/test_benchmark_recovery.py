@@ -1,7 +1,6 @@
 """The benchmark of recovery: what is drawn, what is asked of figures, and what it can read of a run."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from benchmarks.started import Run, Tail
 from phalanx.core.run_paths import RunPaths
 from phalanx.recovery import inventory, shared_memory, state_file
 from phalanx.recovery.state_file import StateFileOwner
-from tests.helpers import ROOT
 
 
 def test_faults_by_chance_are_the_same_for_all_and_come_as_often_as_they_should() -> None:
@@ -104,8 +102,10 @@ def test_each_line_is_read_once_and_when_it_is_whole(tmp_path: Path) -> None:
     assert tail.read() == [{"a": 1}, {"a": 2}]
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
-    command = [sys.executable, "benchmarks/recovery.py", "--mtbf", "15", "--on", "slurm"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "--mtbf is for --on local and --on nodes" in done.stderr
+def test_what_cannot_be_measured_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["recovery.py", "--mtbf", "15", "--on", "slurm"])
+    with pytest.raises(SystemExit, match="2"):
+        recovery.main()
+    assert "--mtbf is for --on local and --on nodes" in capsys.readouterr().err

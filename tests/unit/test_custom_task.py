@@ -320,7 +320,8 @@ def test_the_run_keeps_code_and_goes_on_with_no_other(tmp_path: Path) -> None:
         run_folder.check_run_data(paths, changed, resuming=True)
 
 
-def test_a_dry_run_counts_samples() -> None:
+def test_a_dry_run_counts_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.autotune.dry_run.MODES", ("none", "full"))
     config = load.load_recipe(ROOT / "recipes" / "digits.yaml", [f"task.code={EXAMPLE}"])
     found = dry_run(config, 2)
     assert found["model"]["parameters"] == sum(found["model"]["parts"].values()) == 56394

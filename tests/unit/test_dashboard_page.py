@@ -154,7 +154,8 @@ def test_a_life_of_a_run_in_a_browser(page: Any, tmp_path: Path) -> None:
     ids = json.loads(page.execute_script("return JSON.stringify(store.runs.map((run) => run.id))"))
     page.execute_script("location.hash = '#/compare/' + arguments[0].join(',')", ids)
     wait(lambda: "train.steps" in text() and "Comparison of 2 runs" in text(), "the differences of two recipes")
-    assert "train.seed" not in text() and count(".plot") >= 3
+    wait(lambda: "train.seed" not in text(), "the recipe of the second run, which has the same seed")
+    assert count(".plot") >= 3
 
     # two of one name are called by their folders, and one of them is switched off: its points and their smoothed curve
     same = (

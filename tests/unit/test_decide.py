@@ -44,6 +44,7 @@ from phalanx.elastic.supervisor.state import (
     WriteEvent,
 )
 from phalanx.recovery.catalog import StateFileInfo
+from tests.helpers import ALL
 
 KILLED = FailureCause(0, 1, "")
 LOST_PEER = FailureCause(3, 1, "RuntimeError: connection closed by peer in step 7")
@@ -563,7 +564,7 @@ class World:
     ready: dict[int, int] = field(default_factory=dict)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if ALL else 50, deadline=None)
 @given(data=st.data())
 def test_no_events_lead_to_two_attempts_at_once_or_for_ever(data: st.DataObject) -> None:
     nodes, spares = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2))

@@ -217,7 +217,7 @@ def test_the_command_prints_what_was_found_and_touches_no_data(tmp_path: Path) -
 
 
 def test_the_tables_hold_every_number(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    walk_modes(monkeypatch, *MODES)
+    walk_modes(monkeypatch, *some(MODES, 0, 1, 2))
     found = dry_run(checked(MODEL | {"layers": 8}), 2)
     run_size.print_run_size(found)
     modes = found["sequence"]
@@ -341,7 +341,7 @@ def test_the_longest_row_fills_the_device(capsys: pytest.CaptureFixture[str], mo
         return checked(preset, data={"seq_len": length}, parallel=shared, train=train)
 
     monkeypatch.setattr("phalanx.autotune.run_size.DEVICE_GIB", (2, 16, 80))
-    monkeypatch.setattr("phalanx.autotune.dry_run.PART_LENGTHS", tuple(some(PART_LENGTHS, 0, 2, 4)))
+    monkeypatch.setattr("phalanx.autotune.dry_run.PART_LENGTHS", tuple(some(PART_LENGTHS, 0, 4)))
     short = dry_run(asked(8192), 4)
     assert short["longest_rows"]["2"] == 0
     for gib in some([16, 80], 1):  # rows of which the loss takes a good part, and rows of which blocks take most

@@ -45,6 +45,7 @@ from phalanx.elastic.supervisor.state import (
     Tick,
 )
 from phalanx.recovery import fencing
+from tests.helpers import ALL
 
 DEVICES = (("cpu", "any", True),)
 
@@ -246,7 +247,7 @@ def died(job: Job) -> Iterator[None]:
             job.succeed()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if ALL else 50, deadline=None)
 @given(data=st.data())
 def test_whoever_leads_next_goes_on_wherever_the_leader_died(data: st.DataObject) -> None:
     nodes, spares = data.draw(st.integers(2, 4)), data.draw(st.integers(0, 2))
@@ -291,7 +292,7 @@ def fail(job: Job, node: int) -> None:
     job.wait()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if ALL else 60, deadline=None)
 @given(data=st.data())
 def test_no_rank_of_a_leader_that_is_cut_off_may_write_and_every_other_may(data: st.DataObject) -> None:
     """Both sides start ranks again, under the same numbers too; the next leader may have heard of no attempt."""

@@ -85,7 +85,7 @@ def shared_gib(nodes: int, **changes: Any) -> int:
 
 def test_shared_memory_is_that_of_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 304 million parameters two steps are 6.8 GiB with AdamW; a CPU keeps the gradient as well."""
-    monkeypatch.setattr("phalanx.autotune.dry_run.MODES", ("none",))  # activations are not asked for
+    monkeypatch.setattr("phalanx.autotune.dry_run.compute_activation_bytes", lambda *_: (0, 0, 0))  # not asked for
     assert shared_gib(1) == math.ceil(6.8 + 1)
     assert shared_gib(2) == math.ceil(6.8 + 1)  # half of that, and as much of a replica
     assert shared_gib(1, optim={"name": "adamw8bit"}) < shared_gib(1)

@@ -23,6 +23,7 @@ from phalanx.data.prepare import PreparedData, prepare, prepare_for
 from phalanx.data.record_files import RecordFile
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.tasks.labels import IGNORE_INDEX, SequenceClassificationTask, TokenClassificationTask, find_entities
+from tests.helpers import ALL
 
 SENTENCES = [
     (["Ada", "Lovelace", "met", "Babbage", "in", "London", "."], ["B-PER", "I-PER", "O", "B-PER", "O", "B-LOC", "O"]),
@@ -258,7 +259,7 @@ TAGS = ["O", "B-A", "I-A", "B-BB", "I-BB", "E-A", "S-A", "E-BB", "S-BB"]
 SENTENCE = st.lists(st.sampled_from(TAGS), min_size=1, max_size=12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if ALL else 60, deadline=None)
 @given(pairs=st.lists(st.lists(st.tuples(st.sampled_from(TAGS), st.sampled_from(TAGS)), min_size=1), min_size=1))
 @pytest.mark.filterwarnings("ignore")
 def test_scores_are_seqevals(pairs: list[list[tuple[str, str]]]) -> None:

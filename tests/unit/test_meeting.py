@@ -31,6 +31,7 @@ from phalanx.elastic.supervisor.state import (
     Tick,
     WriteEvent,
 )
+from tests.helpers import ALL
 
 SICK = int(ExitCode.UNHEALTHY)
 LATE_S = 600.0
@@ -134,7 +135,7 @@ def test_the_one_node_of_a_job_waits_for_nobody() -> None:
 # ----------------------------------------------------------------------------------------------- any sequence of events
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if ALL else 60, deadline=None)
 @given(data=st.data())
 def test_any_order_ends_in_a_start_with_the_right_members_or_in_one_refusal(data: st.DataObject) -> None:
     nodes, spares = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2))
