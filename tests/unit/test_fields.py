@@ -668,7 +668,7 @@ def with_few_files(placement: Placement) -> list[Any]:
         write_text(Path(folder))
         for health in ("quick", "off"):
             try:
-                config = configured({"resilience.health": health}, Path(folder))
+                config = configured({"resilience.health": health, "train.steps": 1}, Path(folder))
                 found.append(run.train(config, RunPaths(Path(folder) / "run"), 1, {}))
             except Unhealthy as error:
                 found.append(str(error))
@@ -822,7 +822,8 @@ def keep_in_memory(placement: Placement) -> list[list[bool]]:
         with tempfile.TemporaryDirectory() as folder:
             write_text(Path(folder))
             paths = RunPaths(Path(folder) / "run")
-            assert run.train(configured({"resilience.in_memory_checkpoints": wanted}, Path(folder)), paths, 1, {}) == 0
+            changes = {"resilience.in_memory_checkpoints": wanted, "train.steps": 1}
+            assert run.train(configured(changes, Path(folder)), paths, 1, {}) == 0
             events = [
                 event for event in read_lines(paths.events) if event.get("key") == "resilience.in_memory_checkpoints"
             ]
