@@ -60,8 +60,7 @@ class Scenario:
     redistributing the ranks takes `prepare_s`. With `memory`, each `commit_steps` steps a commit takes `commit_s`,
     which outlives processes; the next node has a copy of each `copied`th one (0: of none), which outlives nodes. After
     each `checkpoint_steps` (0: never) a checkpoint stalls training for `checkpoint_s`. A lost node is back after
-    `repair_s`. `policy`, groups in nodes: that of a recipe by default.
-    """
+    `repair_s`. `policy`, groups in nodes: that of a recipe by default."""
 
     nodes: int
     span_s: float
@@ -101,8 +100,7 @@ class Scenario:
 @dataclass
 class SimulationResult:
     """The result of a simulation: seconds by BUCKETS, which sum to `span_s`; `ended`: why and when the job
-    stopped. `working` is the time that the completed steps would have taken with all nodes, each counted once.
-    """
+    stopped. `working` is the time that the completed steps would have taken with all nodes, each counted once."""
 
     span_s: float
     fewest: int  # nodes that it ran on
@@ -149,7 +147,7 @@ class _SimulatedJob:
         self.work_s = 0.0  # that the state holds, in seconds of all nodes
         self.most_s = 0.0  # the most ever reached: below this, steps are replayed
         self.since_s = 0.0  # of work since the last checkpoint
-        self.saved = 0  # step of the last checkpoint
+        self.saved = 0  # step of the last checkpoint, of which the supervisor hears with its next event
         self.newest = 0  # commit that an ended attempt had
         self.base = 0  # a step that other nodes have, whatever its number: an attempt began after the newest with it
         self.lost: set[int] = set()  # lost nodes that are not noticed yet
@@ -274,7 +272,6 @@ class _SimulatedJob:
                 self.decide_on(supervisor_state.Tick(self.now))
 
     def finish_checkpoint(self) -> None:
-        """It is the supervisor's to know with its next event; nothing follows from it alone."""
         self.since_s = 0.0
         self.saved = _whole(self.work_s / self.scenario.step_s)
 
