@@ -60,8 +60,7 @@ class Scenario:
     redistributing the ranks takes `prepare_s`. With `memory`, each `commit_steps` steps a commit takes `commit_s`,
     which outlives processes; the next node has a copy of each `copied`th one (0: of none), which outlives nodes. After
     each `checkpoint_steps` (0: never) a checkpoint stalls training for `checkpoint_s`. A lost node is back after
-    `repair_s`. `policy`, groups in nodes: that of a recipe by default.
-    """
+    `repair_s`. `policy`, groups in nodes: that of a recipe by default."""
 
     nodes: int
     span_s: float
@@ -101,8 +100,7 @@ class Scenario:
 @dataclass
 class SimulationResult:
     """The result of a simulation: seconds by BUCKETS, which sum to `span_s`; `ended`: why and when the job
-    stopped. `working` is the time that the completed steps would have taken with all nodes, each counted once.
-    """
+    stopped. `working` is the time that the completed steps would have taken with all nodes, each counted once."""
 
     span_s: float
     fewest: int  # nodes that it ran on

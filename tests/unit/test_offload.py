@@ -1,8 +1,5 @@
 """Inputs of blocks that wait on the host: the same bits, every byte counted, few on the device, buffers used again."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +15,7 @@ from phalanx.config.load import update_config
 from phalanx.config.model_spec import build_model_spec
 from phalanx.config.schema import Config
 from phalanx.core.errors import ConfigError
+from phalanx.core.placement import Placement
 from phalanx.models.counter_rng import CounterRNG
 from phalanx.models.llama import Llama
 from phalanx.parallel import activations
@@ -25,7 +23,7 @@ from phalanx.parallel.offload import ActivationOffloader, HostBufferPool, offloa
 from phalanx.parallel.parallelize import change_blocks
 from phalanx.system import memory as host_memory
 from phalanx.workload.workload import make_workload
-from tests.helpers import ROOT
+from tests.helpers import run_ranks
 
 LAYERS, HIDDEN, LENGTH = 6, 64, 32
 MODEL = {
@@ -222,15 +220,14 @@ def test_what_moves_and_what_stays(run: Any, extra: Any, count: int, moved: int)
 def test_few_inputs_are_on_the_device_at_a_time() -> None:
     # In a process of its own: one that has compiled anything keeps what it hands to a function a moment longer.
     # What else runs there can hold an input once; what keeps it by design does each time.
-    program = (
-        "import json; from tests.unit import test_offload as t; print(json.dumps([t._most_inputs() for _ in '123']))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    walks = json.loads(done.stdout)
+    walks = run_ranks(most_inputs, 1)[0]
     assert min(walk["forward"] for walk in walks) == 3, "the unit's own and the two before it"
     assert min(walk["backward"] for walk in walks) <= 3  # what is on its way back has not been seen yet
     assert min(walk["between"] for walk in walks) == 2, "between the passes those of the last units"
+
+
+def most_inputs(placement: Placement) -> list[dict[str, int]]:
+    return [_most_inputs() for _ in range(3)]
 
 
 def _most_inputs() -> dict[str, int]:

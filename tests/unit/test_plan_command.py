@@ -1,5 +1,6 @@
 """`phalanx plan`: what it writes, says and refuses, and that a run takes the keys that it gives."""
 
+import io
 import json
 import re
 from dataclasses import asdict, replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console, RenderableType
 from typer.testing import CliRunner, Result
 
 from phalanx.cli.root import app
@@ -16,7 +18,7 @@ from phalanx.core.errors import ConfigError
 from phalanx.layout import hardware
 from phalanx.layout.hardware import Hardware, MeasuredDevice, MeasuredLink
 from phalanx.models.families.catalog import PRESETS, parameter_count
-from phalanx.planner import advice, cost, failures, large_jobs, measured_cluster, parse_cluster
+from phalanx.planner import advice, cost, failures, large_jobs, measured_cluster, parse_cluster, tables
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.checkpoint_interval import daly_s
 from phalanx.planner.cluster import ClusterSpec, NodeGroup
@@ -48,6 +50,12 @@ def failing(*words: object) -> str:
     assert done.exit_code != 0
     assert isinstance(done.exception, ConfigError), done.output
     return str(done.exception)
+
+
+def rendered(table: RenderableType) -> str:
+    console = Console(width=100, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
 def test_the_keys_make_a_recipe_that_starts(tmp_path: Path) -> None:
@@ -156,7 +164,7 @@ def test_a_model_that_fits_nowhere_says_how_much_is_short_and_three_ways_out(tmp
     assert told["missing_bytes"] > 0
     assert len(told["ways_out"]) == 3
     assert not (tmp_path / "plan.json").exists()
-    shown = phalanx("plan", LLAMA, "--cluster", "2xT4").output
+    shown = rendered(tables.render_shortfall(told))
     assert "nothing fits" in shown
     assert "T4" in shown
     # The way out by devices is true: as many more nodes as it says make it fit.
@@ -455,17 +463,17 @@ def test_a_file_of_a_network_of_ones_own_is_refused() -> None:
 # ------------------------------------------------------------------------------------------------------------ simulated
 
 
-def test_a_month_of_a_thousand_devices() -> None:
-    done = phalanx("plan", "--simulate", "--gpus", 1024, "--mtbf", "3h", "--days", 30, "--json")
+def test_ten_days_of_a_thousand_devices() -> None:
+    done = phalanx("plan", "--simulate", "--gpus", 1024, "--mtbf", "3h", "--days", 10, "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.output)
-    assert sum(told["seconds"].values()) == pytest.approx(30 * 86400)
+    assert sum(told["seconds"].values()) == pytest.approx(10 * 86400)
     assert 0.85 < told["goodput"] < told["closed_form"]
-    assert told["hard"] + told["soft"] == pytest.approx(240, abs=60)  # 720 h / 3 h
+    assert told["hard"] + told["soft"] == pytest.approx(80, abs=30)  # 240 h / 3 h
     assert [row["devices"] for row in told["scaling"]][-1] == 16384
     rates = [row["goodput"] for row in told["scaling"]]
     assert rates == sorted(rates, reverse=True)
-    again = phalanx("plan", "--simulate", "--gpus", 1024, "--mtbf", "3h", "--days", 30, "--json")
+    again = phalanx("plan", "--simulate", "--gpus", 1024, "--mtbf", "3h", "--days", 10, "--json")
     assert again.output == done.output
 
 
@@ -476,9 +484,9 @@ def test_a_simulated_plan_has_the_plans_steps(monkeypatch: pytest.MonkeyPatch) -
     assert told["job"]["step_assumed"] is False
     assert told["job"]["nodes"] == 2
     assert told["scaling"][2]["tokens_per_s"] > 2 * told["scaling"][1]["tokens_per_s"]
-    shown = phalanx(*words)
-    assert max(map(len, shown.output.splitlines())) <= 100
-    assert "goodput" in shown.output
+    shown = rendered(tables.render_simulation(told))
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "goodput" in shown
 
 
 def test_llama_3s_failures_by_what_is_kept() -> None:
@@ -572,13 +580,14 @@ def test_nodes_send_each_other_what_they_keep(tmp_path: Path) -> None:
     told = planned(tmp_path / "plan.json", LLAMA, *few, "resilience.replicate_every=100")
     replicas, parameters = told["saving"]["replicas"], told["model"]["parameters"]
     assert (replicas["every"], replicas["node_bytes"]) == (100, pytest.approx(12 * parameters / 2, rel=1e-3))
-    shown = phalanx("plan", LLAMA, *few, "--out", tmp_path / "plan.json").output
-    assert "of each step a node sends" in " ".join(shown.split())
+    shown = rendered(tables.render_plan({**told, "out": "plan.json"}))
+    assert "of each 100th step a node sends" in " ".join(shown.split())
 
 
 def test_a_simulation_keeps_what_the_recipe_keeps_or_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_jobs, "SIZES", (8,))
-    words = ("plan", LLAMA, "--cluster", NODES, "--simulate", "--mtbf", "1d", "--days", 5, "--json")
+    few = ("parallel.tensor=1", "parallel.pipeline=1", "--cluster", NODES)
+    words = ("plan", LLAMA, *few, "--simulate", "--mtbf", "1d", "--days", 5, "--json")
 
     def job(*more: object) -> dict[str, Any]:
         done = phalanx(*words, *more)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.config import load
-from phalanx.planner import advice, large_jobs, parse_cluster
+from phalanx.planner import advice, large_jobs, parse_cluster, tables
 from phalanx.planner.advice import PlanQuery
 from phalanx.planner.checkpoint_interval import CheckpointCosts, best_intervals, daly_s
 from phalanx.planner.checkpoint_interval import goodput as by_formula
@@ -23,7 +23,7 @@ from phalanx.planner.search import search_layouts
 from phalanx.planner.search_space import SearchSpace, list_degrees
 from phalanx.planner.work import StepWork
 from tests.helpers import ROOT
-from tests.unit.test_plan_command import LLAMA, NODES, failing, phalanx, planned
+from tests.unit.test_plan_command import LLAMA, NODES, failing, phalanx, planned, rendered
 from tests.unit.test_plan_search import SMALL, all_choices
 
 # Seven layers are no two equal stages: of the longer one there is no room for two steps in 4.8 GiB.
@@ -132,19 +132,21 @@ def test_a_plan_says_what_failures_take(tmp_path: Path) -> None:
     lasting = [row["step_s"] / row["goodput"] for row in told["runners_up"]]
     assert lasting == sorted(lasting)
     assert lasting[0] >= told["expected"]["step_s"] / saving["goodput"]
-    often = planned(tmp_path / "plan.json", LLAMA, "--cluster", NODES, "checkpoint.every=1")
-    seldom = planned(tmp_path / "plan.json", LLAMA, "--cluster", NODES)
+    few = (LLAMA, "parallel.tensor=1", "parallel.pipeline=1", "--cluster", NODES)
+    often = planned(tmp_path / "plan.json", *few, "checkpoint.every=1")
+    seldom = planned(tmp_path / "plan.json", *few)
     assert often["keys"]["checkpoint.every"] == often["saving"]["checkpoint_steps"] == 1
     assert seldom["keys"]["checkpoint.every"] > 1
     assert often["saving"]["goodput"] < seldom["saving"]["goodput"]
-    assert "hardly any step would last" in failing(LLAMA, "--cluster", NODES, "--mtbf", "1s")
+    assert "hardly any step would last" in failing(*few, "--mtbf", "1s")
 
 
 def test_what_steps_in_memory_are_worth_is_said_for_steps_that_last(tmp_path: Path) -> None:
     words = (LLAMA, "--cluster", NODES, "--mtbf", "20min", "--explain", "resilience.in_memory_checkpoints=false")
-    told = planned(tmp_path / "plan.json", *words)["explain"]
+    whole = planned(tmp_path / "plan.json", *words)
+    told = whole["explain"]
     assert told["slower"] > 0 and told["goodput"] < 0.97
-    shown = " ".join(phalanx("plan", *words, "--out", tmp_path / "plan.json").output.split())
+    shown = " ".join(rendered(tables.render_plan({**whole, "out": "plan.json"})).split())
     assert "it keeps no step in memory: failures take" in shown
     assert "lost to failures" in shown
 

@@ -1,5 +1,6 @@
 """A simulated job equals closed forms where there are any, decides as a run does, and accounts for every second."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from phalanx.elastic.supervisor.state import RecoveryPolicy
 from phalanx.planner import checkpoint_interval, simulate
 from phalanx.planner.checkpoint_interval import CheckpointCosts
 from phalanx.planner.simulate import Scenario, SimulationResult, Stalls, Stragglers
-from tests.helpers import ALL
+from tests.helpers import ALL, some
 
 DAY_S = 86400.0
 LLAMA_3_S = 54 * DAY_S / 419  # between unexpected interruptions, on 16,384 GPUs (Dubey et al. 2024)
@@ -24,8 +25,11 @@ LLAMA_3 = Scenario(
 )  # fmt: skip
 
 
+simulated = functools.cache(simulate.simulate)
+
+
 def goodput(scenario: Scenario, seeds: int = 2) -> float:
-    return sum(simulate.simulate(scenario, seed).goodput for seed in range(seeds)) / seeds
+    return sum(simulated(scenario, seed).goodput for seed in range(seeds)) / seeds
 
 
 def saving(scenario: Scenario) -> CheckpointCosts:
@@ -41,7 +45,7 @@ def test_with_llama_3s_failures_goodput_is_that_of_the_closed_form() -> None:
     assert found > 0.9  # as that run had
 
 
-@pytest.mark.parametrize("hard", [0.3, 0.78])
+@pytest.mark.parametrize("hard", some([0.3, 0.78], 1))
 def test_some_failures_leave_memory_as_it_is(hard: float) -> None:
     scenario = replace(LLAMA_3, hard=hard, commit_s=0.02)
     assert goodput(scenario) == pytest.approx(checkpoint_interval.goodput(saving(scenario), 1, 90), rel=0.01)
@@ -49,16 +53,16 @@ def test_some_failures_leave_memory_as_it_is(hard: float) -> None:
 
 def test_with_copies_on_other_nodes_nothing_goes_back_to_a_checkpoint() -> None:
     scenario = replace(LLAMA_3, copied=1, checkpoint_s=0.0)
-    outcome = simulate.simulate(scenario)
+    outcome = simulated(scenario, 0)
     assert goodput(scenario) == pytest.approx(checkpoint_interval.goodput(saving(scenario), 1, None), rel=0.01)
     # What is walked again is less than a step for each failure.
     assert outcome.seconds["replaying"] < scenario.step_s * (outcome.hard + outcome.soft)
 
 
-@pytest.mark.parametrize("hard", [0.78, 1.0])
+@pytest.mark.parametrize("hard", some([0.78, 1.0], 0))
 def test_with_copies_of_some_steps_a_lost_node_goes_back_to_the_last_of_these(hard: float) -> None:
     scenario = replace(LLAMA_3, hard=hard, copied=200, checkpoint_steps=0, checkpoint_s=0.0, commit_s=0.05)
-    outcome = simulate.simulate(scenario)
+    outcome = simulated(scenario, 0)
     # As to a checkpoint each 200 steps that costs nothing.
     assert goodput(scenario) == pytest.approx(checkpoint_interval.goodput(saving(scenario), 1, 200), rel=0.01)
     # A lost node costs at most 199 steps more than the one that was under way; on average about half of that.

@@ -28,6 +28,7 @@ from phalanx.data.record_files import TokenFile
 from phalanx.data.records import RecordFormat, is_held_out, text_digest
 from phalanx.data.sources import list_files
 from phalanx.data.tokenizer import encode_documents, load_tokenizer, split_segments, train_tokenizer
+from tests.helpers import some
 
 WORDS = [
     "the",
@@ -187,7 +188,7 @@ def start(
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", some([False, True], 0))
 def test_a_killed_preparation_goes_on_where_it_was(
     tmp_path: Path, mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,9 +217,9 @@ def test_a_killed_preparation_goes_on_where_it_was(
 
 def test_two_processes_at_once_do_no_harm(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [text(i, 50) for i in range(60)])
-    processes = [start(source, tmp_path / "c") for _ in range(3)]
+    processes = [start(source, tmp_path / "c") for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0].splitlines() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [process.returncode for process in processes] == [0, 0]
     assert len({lines[-1] for lines in outputs}) == 1
     for phase in ("tokenizer", "tokens", "files"):  # one of them did it, which need not be the same each time
         assert sum(any(line.startswith(f"{phase} ") for line in lines) for lines in outputs) == 1
@@ -353,8 +354,8 @@ def test_a_tokenizer_is_trained_on_training_documents_only(tmp_path: Path, token
     kept = [t for t in texts if not is_held_out(text_digest(t), 0.2)]
     assert 0 < len(kept) < len(texts)
     found = {"prepared": prepared.tokenizer_folder}
-    for name, some in (("kept", kept), ("all", texts)):
-        train_tokenizer(some, 300, tmp_path / name)
+    for name, those in (("kept", kept), ("all", texts)):
+        train_tokenizer(those, 300, tmp_path / name)
         found[name] = tmp_path / name
     contents = {name: (folder / "tokenizer.json").read_bytes() for name, folder in found.items()}
     assert contents["prepared"] == contents["kept"] != contents["all"]

@@ -314,11 +314,13 @@ def test_wrong_ideas_of_both_terms_are_mended_in_few_steps_and_for_good(
 def test_a_busy_machine_moves_nothing() -> None:
     """Steps of tiny models: each takes 10 or 15 % more or less, and one in 33 up to four times as long."""
     moved = []
-    for (deviation, ranks), seed in itertools.product([(0.1, 2), (0.1, 8), (0.15, 2), (0.15, 4)], range(4)):
+    for (deviation, ranks), seed in itertools.product(
+        [(0.1, 2), (0.1, 8), (0.15, 2), (0.15, 4)], range(4 if ALL else 1)
+    ):
         cluster = Simulated([1.0] * ranks, 8 * ranks, heavy=(deviation, 0.03), seed=seed, fixed_s=0.1).run(1000)
         moved.append(len(cluster.decided))
         assert moved[-1] <= 2, (deviation, ranks, seed)
-    assert sum(moved) <= 8, moved
+    assert sum(moved) <= len(moved) // 2, moved
     # A fifth more or less, without spikes.
     assert len(Simulated([1.0] * 4, 32, heavy=(0.2, 0.0)).run(1000).decided) <= 2
 
@@ -328,12 +330,12 @@ def test_on_a_busy_machine_half_the_speed_is_answered_within_three_steps_all_the
         paces[0] = 2.0 if 200 <= step < 400 else 1.0
 
     within = 0
-    for seed in range(40):
+    for seed in range(seeds := 40 if ALL else 10):
         cluster = Simulated([1.0, 1.0], 32, heavy=(0.1, 0.03), seed=seed, fixed_s=0.5).run(440, change)
         for begun, less in ((200, True), (400, False)):
             shares = cluster.walked[begun].shares[0], cluster.walked[begun + 3].shares[0]
             within += shares[1] < shares[0] - 2 if less else shares[1] > shares[0] + 2
-    assert within >= 0.85 * 80, within
+    assert within >= 0.85 * 2 * seeds, within
 
 
 @pytest.mark.parametrize(("total", "until"), [(12, 20), (48, 20), (48, 5)])

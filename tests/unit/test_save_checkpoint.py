@@ -1,11 +1,10 @@
 """Saving checkpoints: all or nothing, whatever fails, and a copy of the state as it was."""
 
 import os
-import re
 import resource
 import shutil
+import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -32,6 +31,8 @@ from phalanx.checkpoint.disk.load import (
 )
 from phalanx.checkpoint.disk.save import CheckpointSaver, StatePiece
 from phalanx.checkpoint.disk.snapshot import HostBuffer, SnapshotFile
+from phalanx.core.placement import Placement
+from tests.helpers import run_ranks
 from tests.unit.checkpoints import (
     KINDS,
     SHAPES,
@@ -375,43 +376,33 @@ def test_a_folder_that_cannot_be_made_is_a_failed_save(tmp_path: Path) -> None:
     assert "Not a directory" in events[0][1]["reason"]
 
 
-KILLER = """
-import os, signal, sys, time
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from phalanx.checkpoint.disk.load import SingleRankGroup, list_steps
-from phalanx.checkpoint.disk.save import CheckpointSaver
-from phalanx.optim.update import StatePiece
-
-folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
-size = 6 << 20
-for attempt in range(1, rounds + 1):
-    child = os.fork()
-    if child == 0:
-        saver = CheckpointSaver(folder, 0, SingleRankGroup(), 2, lambda kind, details: None)
-        step = max(list_steps(folder), default=0)
-        while True:
-            step += 1
-            piece = StatePiece("p", "param", 0, size, torch.full((size,), float(step)))
-            saver.save({"step": step}, {"p": ((size,), "float32")}, [piece], attempt)
-            saver.wait()
-    deadline = time.monotonic() + 20
-    while not list(folder.glob(f"*.attempt-{attempt}/rank-00000.safetensors")) and time.monotonic() < deadline:
-        pass
-    time.sleep(0.03 * (attempt - 1))  # the first round dies in the middle of its first file, the others anywhere
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    print(attempt, len(list(folder.glob(f"*.attempt-{attempt}"))), flush=True)
-"""
+def kill_writers(placement: Placement, folder: str) -> list[int]:
+    """Saves, in a child that is killed: how many hidden folders each round leaves."""
+    place, size, left = Path(folder), 6 << 20, []
+    torch.set_num_threads(1)
+    for attempt in range(1, 5):
+        child = os.fork()
+        if child == 0:
+            saver = CheckpointSaver(place, 0, SingleRankGroup(), 2, lambda kind, details: None)
+            step = max(list_steps(place), default=0)
+            while True:
+                step += 1
+                piece = StatePiece("p", "param", 0, size, torch.full((size,), float(step)))
+                saver.save({"step": step}, {"p": ((size,), "float32")}, [piece], attempt)
+                saver.wait()
+        deadline = time.monotonic() + 20
+        while not list(place.glob(f"*.attempt-{attempt}/rank-00000.safetensors")) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.04 * (attempt - 1))  # the first round dies in the middle of its first file, the others anywhere
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        left.append(len(list(place.glob(f"*.attempt-{attempt}"))))
+    return left
 
 
 def test_killed_writers_leave_only_whole_checkpoints(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", KILLER, str(tmp_path), "6"], capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    assert re.search(r" 1$", run.stdout, re.MULTILINE), "no writer was killed in the middle of a save"
+    left = run_ranks(kill_writers, 1, folder=str(tmp_path))[0]
+    assert 1 in left, "no writer was killed in the middle of a save"
     steps = list_steps(tmp_path)
     assert steps
     for step in steps:  # every folder with the name of a step is whole: killed saves only leave hidden ones

@@ -16,7 +16,8 @@ from phalanx.elastic.membership import shared_secret
 from phalanx.elastic.membership.rendezvous import parse_rendezvous
 from phalanx.elastic.membership.shared_secret import VARIABLE, file_of, load_or_create_secret
 from tests.another_user import NOBODY, as_root, begin, open_path
-from tests.helpers import ROOT, some
+from tests.dist.command import call
+from tests.helpers import ALL, ROOT, run_ranks
 
 SECRET = "sixteen or more characters"
 __all__ = ["open_path"]
@@ -206,7 +207,20 @@ assert take_from_environment() == whole
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, timeout=60, env=environment)
 
 
-@pytest.mark.parametrize("command", some([["phalanx", "run"], ["phalanx.compat.sagemaker"]], 0))
+def test_a_script_and_what_it_starts_do_not_have_the_secret(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, subprocess\n"
+        "told = subprocess.run(['cat', '/proc/self/environ'], capture_output=True).stdout\n"
+        "open('told', 'w').write(f\"{b'HOME' in told} {b'characters' in told} {'PHALANX_SECRET' in os.environ}\")\n"
+    )
+    words = [["run", "--nproc", "1", "script.py"]]
+    [done] = run_ranks(call, 1, folder=str(tmp_path), commands=words, environment={VARIABLE: SECRET})[0]
+    assert done[0] == 0, done
+    assert (tmp_path / "told").read_text() == "True False False"
+
+
+@pytest.mark.skipif(not ALL, reason="it starts Python and imports torch: make test-all")
+@pytest.mark.parametrize("command", [["phalanx", "run"], ["phalanx.compat.sagemaker"]])
 def test_a_command_takes_the_secret_out_of_its_environment(tmp_path: Path, command: list[str]) -> None:
     """A script, and what it starts, have it no more."""
     (tmp_path / "script.py").write_text(

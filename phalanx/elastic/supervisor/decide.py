@@ -367,10 +367,7 @@ def _start_if_ready(state: JobState, now: float) -> Decision:
     again = 0 if kept is None else count_replayed_steps(state, kept)
     # What else nodes have, such as replicas that stay, is reported again when the attempt ends.
     used = set() if kept is None else {each for _, each in kept.files.values()}
-    nodes = tuple(
-        node if used.issuperset(node.held) else replace(node, held=tuple(each for each in node.held if each in used))
-        for node in state.nodes
-    )
+    nodes = tuple(replace(node, held=tuple(each for each in node.held if each in used)) for node in state.nodes)
     state = replace(
         state,
         phase=JobPhase.RUNNING,
