@@ -37,8 +37,12 @@ WARM = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "torch.testing",
+    "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.gpt_neox.modeling_gpt_neox",  # which takes each rank seconds
     "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.trainer_utils",  # for set_seed
     "numpy.ma",
     "pytest",
     "hypothesis",
