@@ -62,7 +62,7 @@ test-all: test
 # Everything on the simulated accelerator: all orders, all seeds. One file holds most of it: its tests are shared out.
 accelerator: setup
 	@$(BIN)/python -m tests.accelerator.build
-	PHALANX_TEST_ACCELERATOR=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/accelerator
+	PHALANX_TEST_ALL=1 PHALANX_TEST_ACCELERATOR=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/accelerator
 
 # Hostile frames and files by the thousand; what was changed in the one that fails is shown, smallest first.
 FUZZ ?= 10000

@@ -139,7 +139,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
         assert looked < until, f"still not so after {timeout_s} s"
         # What reads long files or starts commands to see it shall not keep a core busy, which those have need of that
         # are waited for.
-        time.sleep(min(0.1, max(0.005, 4 * (looked - begun))))
+        time.sleep(min(1.0, max(0.005, 4 * (looked - begun))))
 
 
 @cache
