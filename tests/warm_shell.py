@@ -118,6 +118,7 @@ def python_of_workers() -> Iterator[Path]:
 def serve_workers(python: str) -> None:
     """Run what the Python of workers is asked for, until standard input ends and nothing runs any more."""
     zygote.warm_up()
+    zygote.use_huge_pages()
     helpers.zygote_python.append(python)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{python}.socket")

@@ -13,7 +13,7 @@ from tests.helpers import some
 from tests.numerics import runs
 
 pytestmark = needs_device
-SHORT = ["train.steps=4", "checkpoint.every=2", "train.eval_sequences=0", "balance.batch=even"]
+SHORT = ["train.steps=4", "checkpoint.every=2", "train.eval_sequences=0"]
 
 
 @pytest.mark.parametrize(("ranks", "order"), some([(1, "main_last"), (2, "threads")], 1))

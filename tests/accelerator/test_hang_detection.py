@@ -25,7 +25,7 @@ from tests.helpers import some, wait_until
 from tests.numerics import runs
 
 pytestmark = needs_device
-SHORT = ["train.eval_sequences=0", "balance.batch=even", "train.compile=false"]
+SHORT = ["train.eval_sequences=0", "train.compile=false"]
 KERNELS = 1700  # of 200 or so in a step, and 500 before the first
 NCCL, AGENT = "comm.timeout_s=6", "resilience.hang_timeout_s=4"
 

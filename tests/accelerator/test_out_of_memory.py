@@ -12,7 +12,7 @@ from tests.numerics import runs
 
 pytestmark = needs_device
 # The same call fails in each start, and each has half as many sequences, down to one.
-SHORT = ["train.steps=3", "train.micro_batch=2", "train.eval_sequences=0", "balance.batch=even", "train.compile=false"]
+SHORT = ["train.steps=3", "train.micro_batch=2", "train.eval_sequences=0", "train.compile=false"]
 
 
 @pytest.mark.parametrize("fail", ["cublas:40", "pinned:9", "allocator:400"])

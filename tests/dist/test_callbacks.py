@@ -172,12 +172,12 @@ def from_python(placement: Placement, folder: str) -> list[Any]:
     from phalanx.launch import run
 
     os.chdir(folder)
-    config = load.load_recipe(Path("recipe.yaml"), ["train.steps=4", "balance.batch=even"])
+    config = load.load_recipe(Path("recipe.yaml"), ["train.steps=4"])
     code = run.train(config, RunPaths(Path("ours")), 2, {}, on_cpu=True, callbacks=[Ours()])
     fail = ["callback.code=callback.py", "callback.options={fail: 1}"]
     train = ["train", "recipe.yaml"]
     commands = [
-        [*train, "--run-dir", "failed", "--ranks", "2", "balance.batch=even", *fail],
+        [*train, "--run-dir", "failed", "--ranks", "2", *fail],
         [*train, "--run-dir", "none", "callback.code=recipe.yaml"],
         [*train, "--run-dir", "odd", "callback.options={a: 2}"],
         [*train, "--run-dir", "state", "callback.code=state.py"],

@@ -446,7 +446,7 @@ class Callback(phalanx.Callback):
 def test_the_agent_is_killed_and_the_same_command_goes_on_from_memory(tmp_path: Path) -> None:
     write_place(tmp_path)
     (tmp_path / "waits.py").write_text(WAITS)
-    arguments = ["--ranks", "2", "train.steps=8", "checkpoint.every=0", "balance.batch=even", "callback.code=waits.py"]
+    arguments = ["--ranks", "2", "train.steps=8", "checkpoint.every=0", "callback.code=waits.py"]
     [[left, code, still_there]] = run_ranks(
         kill_the_agent, 1, timeout_s=120, folder=str(tmp_path), step=5, arguments=arguments
     )

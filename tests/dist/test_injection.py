@@ -14,7 +14,7 @@ from tests.dist.command import phalanx, refused, write_place
 from tests.numerics import runs
 from tests.numerics.runs import same_bits
 
-SHORT = ["train.steps=10", "checkpoint.every=2", "checkpoint.keep=9", "balance.batch=even"]
+SHORT = ["train.steps=10", "checkpoint.every=2", "checkpoint.keep=9"]
 SHORT += ["comm.timeout_s=20", "resilience.max_restarts=9", "train.eval_sequences=0", "--ranks", "2"]
 
 

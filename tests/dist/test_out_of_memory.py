@@ -53,11 +53,11 @@ def events(paths: RunPaths, kind: str) -> list[dict[str, object]]:
 
 
 def test_the_next_attempt_gives_that_rank_smaller_micro_batches(here: Path) -> None:
-    even = ("balance.batch=even", "resilience.max_restarts=0")  # it is no failure that counts
-    code, quiet = train(here, "quiet", 99, *even)
+    once = ("resilience.max_restarts=0",)  # it is no failure that counts
+    code, quiet = train(here, "quiet", 99, *once)
     assert code == ExitCode.DONE
     assert not quiet.memory_limit(1).exists()
-    code, paths = train(here, "tight", 1, *even)
+    code, paths = train(here, "tight", 1, *once)
     assert code == ExitCode.DONE
     assert [event["reason"] for event in events(paths, EventKind.WORKER_DIED)] == [
         f"rank 1 ran out of memory with micro-batches of {tried} sequences; from the next start on it gets "
@@ -73,7 +73,7 @@ def test_the_next_attempt_gives_that_rank_smaller_micro_batches(here: Path) -> N
 
 
 def test_a_model_that_never_fits_ends_with_a_sentence(here: Path) -> None:
-    code, paths = train(here, "never", 0, "balance.batch=even", rank=0)
+    code, paths = train(here, "never", 0, rank=0)
     assert code == ExitCode.OUT_OF_MEMORY
     reasons = [str(event["reason"]) for event in events(paths, EventKind.WORKER_DIED)]
     assert len(reasons) == 3  # with 4, 2 and 1
@@ -84,7 +84,7 @@ def test_a_model_that_never_fits_ends_with_a_sentence(here: Path) -> None:
 
 
 def test_what_does_not_fit_when_it_is_measured_is_never_tried(here: Path) -> None:
-    code, paths = train(here, "measured", 3)
+    code, paths = train(here, "measured", 3, "balance.batch=auto")
     assert code == ExitCode.DONE
     assert events(paths, EventKind.WORKER_DIED) == []
     assert [device.most for device in hardware.read_hardware(paths.hardware).devices] == [8, 3]
@@ -92,7 +92,7 @@ def test_what_does_not_fit_when_it_is_measured_is_never_tried(here: Path) -> Non
     steps = read_steps(paths.metrics)
     assert len(steps) == 4
     # What was measured is kept: nothing is measured when the run goes on.
-    code, paths = train(here, "measured", 3, "train.steps=6")
+    code, paths = train(here, "measured", 3, "balance.batch=auto", "train.steps=6")
     assert code == ExitCode.DONE
     assert len(events(paths, EventKind.MEASURED)) == 1
 
@@ -211,7 +211,7 @@ class Task(CustomTask):
 def test_a_task_of_a_users_own_has_no_sequences_to_shorten(here: Path) -> None:
     (here / "own.py").write_text(OWN)
     (here / "own.yaml").write_text("task: {code: own.py}\ntrain: {steps: 2, global_batch: 2, eval_sequences: 0}\n")
-    even = ("train.micro_batch=1", "balance.batch=even", "report.tensorboard=false")
+    even = ("train.micro_batch=1", "report.tensorboard=false")
     assert phalanx(here, "train", "own.yaml", "--ranks", "2", *even)[0] == ExitCode.OUT_OF_MEMORY
     (died,) = events(RunPaths(here / "runs" / "own"), EventKind.WORKER_DIED)
     assert str(died["reason"]).endswith(

@@ -27,7 +27,7 @@ def closed(*folders: Path) -> bool:
 def test_a_private_run_writes_for_its_user_alone(tmp_path: Path) -> None:
     write_place(tmp_path)
     run, cache = tmp_path / "run", tmp_path / "cache"
-    more = ("--ranks", "2", "balance.batch=even", "report.tensorboard=true")
+    more = ("--ranks", "2", "report.tensorboard=true")
     assert phalanx(tmp_path, *TRAIN, *more, "storage.private=true")[0] == 0
     assert closed(run, cache)
     assert phalanx(tmp_path, "export", "run", "exported")[0] == 0  # commands that come later keep to it

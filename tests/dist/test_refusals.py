@@ -88,7 +88,7 @@ def test_a_run_that_has_run_away_gives_up(here: Path) -> None:
 
 
 def test_other_devices_get_another_micro_batch(here: Path) -> None:
-    auto = (*RUN, "train.micro_batch=auto", "balance.batch=even")
+    auto = (*RUN, "train.micro_batch=auto")
     assert phalanx(here, *auto, "--ranks", "2")[0] == 0
     assert phalanx(here, *auto, "train.steps=3")[0] == 0
     assert phalanx(here, *auto, "train.steps=4")[0] == 0

@@ -21,7 +21,7 @@ from tests.dist.command import RECIPE, call, phalanx, write_place, write_slow_ca
 from tests.helpers import free_port, run_ranks
 from tests.stores import S3Server, register
 
-OFTEN = ["train.steps=40", "checkpoint.every=8", "optim.decay_steps=40", "train.dtype=fp64", "balance.batch=even"]
+OFTEN = ["train.steps=40", "checkpoint.every=8", "optim.decay_steps=40", "train.dtype=fp64"]
 EIGHT = ["train.steps=8", "checkpoint.every=2"]
 
 
@@ -154,7 +154,7 @@ def as_a_machine(placement: Placement, folder: str, arguments: list[str], enviro
 def test_ranks_that_share_no_disk(here: Path, bucket: str, s3_server: S3Server) -> None:
     torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     torchrun |= {"GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RESTART_COUNT": "0"}
-    arguments = ["train", "recipe.yaml", "balance.batch=even", "--run-dir", f"{bucket}/run"]
+    arguments = ["train", "recipe.yaml", "--run-dir", f"{bucket}/run"]
     for steps in (2, 4):
         results = run_ranks(
             as_a_machine, 2, folder=str(here), arguments=[*arguments, f"train.steps={steps}"],
