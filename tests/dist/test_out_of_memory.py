@@ -99,7 +99,7 @@ def test_what_does_not_fit_when_it_is_measured_is_never_tried(here: Path) -> Non
 
 @pytest.mark.skipif(not ALL, reason="make test-all")
 def test_what_fits_is_measured_though_less_is_asked_for(here: Path) -> None:
-    code, paths = train(here, "little", 2, "train.micro_batch=1")
+    code, paths = train(here, "little", 2, "train.micro_batch=1", "balance.batch=auto")
     assert code == ExitCode.DONE
     assert [device.most for device in hardware.read_hardware(paths.hardware).devices] == [8, 1]
 
@@ -211,7 +211,7 @@ class Task(CustomTask):
 def test_a_task_of_a_users_own_has_no_sequences_to_shorten(here: Path) -> None:
     (here / "own.py").write_text(OWN)
     (here / "own.yaml").write_text("task: {code: own.py}\ntrain: {steps: 2, global_batch: 2, eval_sequences: 0}\n")
-    even = ("train.micro_batch=1", "report.tensorboard=false")
+    even = ("train.micro_batch=1", "balance.batch=even", "report.tensorboard=false")
     assert phalanx(here, "train", "own.yaml", "--ranks", "2", *even)[0] == ExitCode.OUT_OF_MEMORY
     (died,) = events(RunPaths(here / "runs" / "own"), EventKind.WORKER_DIED)
     assert str(died["reason"]).endswith(
