@@ -14,7 +14,6 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from phalanx.cli import root
 from phalanx.config import load
@@ -94,6 +93,8 @@ def test_shared_memory_is_that_of_what_is_kept(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_job_set_for_several_pools() -> None:
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet  # which takes a second
+
     (found,) = manifest(LaunchOptions(3), partition=["a100:2", "h100:1"])
     assert (found["kind"], found["spec"]["network"]["subdomain"]) == ("JobSet", found["metadata"]["name"])
     offsets, pools = [], []

@@ -11,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from seqeval.metrics import accuracy_score, f1_score, precision_score, recall_score
-from sklearn.metrics import f1_score as sklearn_f1
 from torch import nn
 
 from phalanx.config.model import DataSection
@@ -263,6 +261,8 @@ SENTENCE = st.lists(st.sampled_from(TAGS), min_size=1, max_size=12)
 @given(pairs=st.lists(st.lists(st.tuples(st.sampled_from(TAGS), st.sampled_from(TAGS)), min_size=1), min_size=1))
 @pytest.mark.filterwarnings("ignore")
 def test_scores_are_seqevals(pairs: list[list[tuple[str, str]]]) -> None:
+    from seqeval import metrics  # with scikit-learn, which takes a second
+
     truth = [[one for one, _ in sentence] for sentence in pairs]
     told = [[other for _, other in sentence] for sentence in pairs]
     task = TokenClassificationTask(64, tuple(TAGS))
@@ -276,10 +276,10 @@ def test_scores_are_seqevals(pairs: list[list[tuple[str, str]]]) -> None:
         "entities right": len(there & claimed),
     }
     scores = task.scores({name: float(value) for name, value in counts.items()})
-    assert scores["f1"] == pytest.approx(f1_score(truth, told, zero_division=0))
-    assert scores["precision"] == pytest.approx(precision_score(truth, told, zero_division=0))
-    assert scores["recall"] == pytest.approx(recall_score(truth, told, zero_division=0))
-    assert scores["accuracy"] == pytest.approx(accuracy_score(truth, told))
+    assert scores["f1"] == pytest.approx(metrics.f1_score(truth, told, zero_division=0))
+    assert scores["precision"] == pytest.approx(metrics.precision_score(truth, told, zero_division=0))
+    assert scores["recall"] == pytest.approx(metrics.recall_score(truth, told, zero_division=0))
+    assert scores["accuracy"] == pytest.approx(metrics.accuracy_score(truth, told))
 
 
 class Told(nn.Module):
@@ -319,12 +319,14 @@ def test_words_are_counted_where_a_word_begins() -> None:
 @settings(max_examples=50, deadline=None)
 @given(pairs=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
 def test_the_mean_f1_is_that_of_scikit_learn(pairs: list[tuple[int, int]]) -> None:
+    from sklearn.metrics import f1_score
+
     task = SequenceClassificationTask(16, ("a", "b", "c", "d"))
     truth, told = [one for one, _ in pairs], [other for _, other in pairs]
     batch = task.collate([sample(3, [one], place) for place, one in enumerate(truth)])
     counts = {name: float(value) for name, value in task.counts(Told(torch.tensor(told), 4), batch).items()}
     scores = task.scores(counts)
-    assert scores["macro_f1"] == pytest.approx(sklearn_f1(truth, told, average="macro"))
+    assert scores["macro_f1"] == pytest.approx(f1_score(truth, told, average="macro"))
     assert scores["accuracy"] == pytest.approx(sum(a == b for a, b in pairs) / len(pairs))
     empty = task.collate([])
     assert empty.weight == 0
