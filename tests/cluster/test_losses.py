@@ -74,7 +74,7 @@ def test_a_node_0_that_is_stopped_as_the_others_become_members_stops_them_too(pl
 def test_a_run_shrinks_and_takes_the_node_back_when_it_returns(place: Path, lost: int) -> None:
     run = f"shrunk-{lost}"
     lives = [[life()], [life()]]
-    lives[lost] = [life(end=10), life(begin=16)]
+    lives[lost] = [life(end=6), life(begin=20)]  # which the first attempt does not reach before it is ended
     # The node that is left waits between its steps, so that it still trains when the other one is back.
     slow = "slow:rank=0,attempt=2,step=1,steps=60,factor=20"
     ended = train(place, run, lives, 2, "train.steps=60", "--inject", slow)
