@@ -35,7 +35,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# As CPU ranks do (`prefer_wakers` in phalanx/system/cpus.py): a third of what ranks compute on busy cores.
+# As CPU ranks do (`use_batch_scheduling` in phalanx/system/cpus.py), also where a test makes its groups itself: that
+# saves a third of what ranks compute on busy cores.
 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 without_waiting_for_disks()

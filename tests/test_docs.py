@@ -352,9 +352,8 @@ def run_page(page: Path, folder: Path) -> None:
     settings = {"HOME": str(folder), "OMP_NUM_THREADS": "1"}  # HOME has the cache of token files
     for text in runnable(page):
         script = "\n".join(smaller(line) for line in command_lines(text))
-        code, printed = run_ranks(run_forking, 1, timeout_s=240, script=script, folder=str(folder), settings=settings)[
-            0
-        ]
+        where = {"folder": str(folder), "settings": settings}
+        ((code, printed),) = run_ranks(run_forking, 1, timeout_s=240, script=script, **where)
         assert code == 0, f"{NAMES[page]}: exit code {code} of\n{script}\n{printed}"
 
 

@@ -229,7 +229,7 @@ def join(placement: Placement, timeout_s: float, storage_s: float = 0.0, axes: M
     """
     axes.data_parallel_size(placement.world)
     timeout, device = datetime.timedelta(seconds=timeout_s), torch.device(placement.device)
-    cpus.prefer_wakers(device.type)
+    cpus.use_batch_scheduling(device.type)
     store = dist.PrefixStore(f"attempt-{placement.attempt}", open_store(placement, timeout))
     offers = exchange_offers(store, placement, timeout_s, _describe_device(device))
     dist.init_process_group(  # not bound to a device (`device_id`), for the reasons that `_default_group_unbound` has
@@ -254,7 +254,7 @@ def attach_mesh(device: torch.device, timeout_s: float, axes: MeshAxes = ALONE) 
     """A mesh in a process whose ranks have already met: it has new groups, separate from all others, which are
     destroyed on exit. Every rank must make it, on its `device`."""
     axes.data_parallel_size(dist.get_world_size())
-    cpus.prefer_wakers(device.type)
+    cpus.use_batch_scheduling(device.type)
     # torch keeps this store to itself, but it is where every rank is known to look.
     store = dist.PrefixStore("beside", dist.distributed_c10d._get_default_store())
     meeting = _new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))

@@ -238,7 +238,7 @@ def remove_stale_folders(
     key = None if but is None else compute_run_key(but)
     for folder in (folder for place in places for folder in _own(place)):
         try:
-            if time.time() - os.lstat(f"{folder}/{LOCK}").st_mtime <= old_s:
+            if time.time() - os.lstat(f"{folder}/{LOCK}").st_mtime <= old_s:  # as most are: not even opened
                 continue
             descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # not a run's folder, or removed meanwhile

@@ -33,9 +33,9 @@ def cpu_quota(groups: Path = GROUPS, own: Path = OWN) -> float | None:
     return min(found, default=None)
 
 
-def prefer_wakers(device: str) -> None:
-    """On a CPU rank, have threads that are woken not preempt those who wake them (SCHED_BATCH of Linux, which threads
-    made later inherit). Else one that sends over gloo is stopped while it holds a lock for which gloo's own thread
+def use_batch_scheduling(device: str) -> None:
+    """On a CPU rank, have threads that are woken not preempt those that wake them: Linux's SCHED_BATCH, which threads
+    made later inherit. Else one that sends over gloo is stopped while it holds a lock for which gloo's own thread
     spins: with two ranks on two cores, a quarter of a step. A policy that somebody has chosen stays."""
     if device == "cpu" and os.sched_getscheduler(0) == os.SCHED_OTHER:
         with contextlib.suppress(OSError):  # a sandbox may forbid it

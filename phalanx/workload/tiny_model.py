@@ -29,9 +29,9 @@ def write_tiny_model(config: Config) -> tuple[str, bool]:
     ConfigError for a config.json that the run itself would refuse.
     """
     assert config.model.from_hf
-    original, code = Path(config.model.from_hf).expanduser(), resolve_model_class(config)
+    original = Path(config.model.from_hf).expanduser()
     if (original / "config.json").is_file():
-        written = read_config(original)
+        written, code = read_config(original), resolve_model_class(config)
         spec = shrink_spec(spec_from_config(written, str(original), code.hf_config), SEQ_LEN)
     else:
         written, spec = None, choose_stand_in(config)

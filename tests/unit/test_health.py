@@ -226,7 +226,7 @@ def test_processors_that_are_not_really_there(tmp_path: Path) -> None:
 def test_threads_of_cpu_ranks_do_not_preempt_who_wakes_them(device: str, before: int, after: int) -> None:
     def policy() -> int:  # which is a thread's own
         os.sched_setscheduler(0, before, os.sched_param(0))
-        cpus.prefer_wakers(device)
+        cpus.use_batch_scheduling(device)
         return os.sched_getscheduler(0)
 
     with ThreadPoolExecutor(1) as threads:
